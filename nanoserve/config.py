@@ -1,0 +1,59 @@
+"""What the operator decided, frozen. Values derived from it (the pool, the plans) are new objects elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+AttentionRead = Literal["rectangle", "paged"]
+GraphBackend = Literal["auto", "eager", "cuda", "native"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything `build_engine` needs. Sizes of 0 or None mean "decide from the model and the machine".
+
+    model              a folder, a .gguf file, a hub id or a short name (`source.resolve`)
+    dtype              auto (fp32 on the CPU reference kernels, the checkpoint's own on an accelerator), or a name
+    device             auto, cpu, cuda, cuda:0 …
+    max_model_len      most tokens of prompt and answer together; None: the smaller of the model's and 2,048
+    max_sequences      table rows: sequences that run at once
+    block_size         slots per block
+    width_multiple     rectangle widths are multiples of this (tokens)
+    prefill_tokens     prompt tokens one step may compute (the chunk budget)
+    kv_memory_bytes    size of the K/V pool; None: `kv_memory_share` of the memory that is free after the weights
+    bucket_decode      pad decode batches to a closed set of shapes; off: every batch keeps its own size
+    persist_inputs     write step inputs into buffers that keep their address; required by capture_decode
+    capture_decode     record and replay decode graphs
+    warm_rows, warm_width  trim the warm list on either axis; None: all the scheduler can present
+    warmup_seconds     stop warming when the plan has cost this much; None: no limit, 0: warm nothing
+    warm_list          file holding the shapes served last time; warmed first, saved at shutdown
+    strict_shapes      an uncovered shape is a start-up error, and a later miss a failure
+    paranoid           run the per-step gates and the integrity check after every step
+    max_queued         waiting requests beyond which a submit is refused
+    threads            compute threads; None: one per core
+    """
+
+    model: str = "smollm2-135m"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_sequences: int = 8
+    block_size: int = 16
+    width_multiple: int = 128
+    prefill_tokens: int = 512
+    kv_memory_bytes: int | None = None
+    kv_memory_share: float = 0.5
+    attention_read: AttentionRead = "rectangle"
+    graph_backend: GraphBackend = "auto"
+    bucket_decode: bool = True
+    persist_inputs: bool = True
+    capture_decode: bool = True
+    warm_rows: int | None = None
+    warm_width: int | None = None
+    warmup_seconds: float | None = None
+    warm_list: str | None = None
+    strict_shapes: bool = False
+    paranoid: bool = False
+    max_queued: int = 1024
+    threads: int | None = None
