@@ -1,0 +1,109 @@
+"""The one decoder of the Llama family: pre-norm blocks of grouped-query attention and SwiGLU, written against `Ops`.
+
+What a family adds is data: biases, qk-norm, windows and rope tables come from the config and the weights. The forward
+touches tensors only through ops, the cache, and views of op outputs, so that a kernel set may record it for a replay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nanoserve.models.config import ModelConfig
+from nanoserve.ops import CacheRows, Ops, StepWindow
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One block. Matrices are `[out, in]`; q, k and v are stacked along out, and so are gate and up.
+
+    qkv       [q_size + 2 * kv_size, hidden]        o     [hidden, q_size]
+    gate_up   [2 * intermediate, hidden]            down  [hidden, intermediate]
+    norms     [hidden]; q_norm and k_norm [head_dim]; biases [out]; None where the family has none
+    """
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    post_attention_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """embed and head are `[vocab, hidden]` and one tensor where the model ties them; final_norm is `[hidden]`."""
+
+    embed: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    head: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights, a tied head counted once."""
+        tensors: list[Tensor | None] = [self.embed, self.final_norm]
+        if self.head is not self.embed:
+            tensors.append(self.head)
+        for layer in self.layers:
+            tensors += [getattr(layer, name) for name in LayerWeights.__slots__]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+class Decoder:
+    """Stateless: weights and tables in, hidden states and logits out. `cos` and `sin` are `[max_positions, head_dim/2]`
+    fp32; positions must stay below max_positions."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, cos: Tensor, sin: Tensor) -> None:
+        self.config = config
+        self.weights = weights
+        self.cos = cos
+        self.sin = sin
+        self._scale = config.head_dim**-0.5
+
+    @property
+    def max_positions(self) -> int:
+        return int(self.cos.shape[0])
+
+    def body(self, ops: Ops, step: StepWindow, cache: CacheRows) -> Tensor:
+        """`[rows, hidden]`: the final norm's output for every row; K and V of every row are in the cache after it."""
+        config, weights = self.config, self.weights
+        residual = ops.embed(weights.embed, step)
+        norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
+        x = ops.rms_norm(residual, weights.layers[0].input_norm, config.rms_norm_eps)
+        for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
+            x = self._attention(index, layer, x, ops, step, cache)
+            x, residual = ops.add_rms_norm(x, residual, layer.post_attention_norm, config.rms_norm_eps)
+            x = ops.silu_mul(ops.linear(x, layer.gate_up, layer.gate_up_bias))
+            x = ops.linear(x, layer.down, layer.down_bias)
+            x, residual = ops.add_rms_norm(x, residual, next_norm, config.rms_norm_eps)
+        return x
+
+    def head(self, ops: Ops, hidden: Tensor) -> Tensor:
+        """`[rows, vocab]` fp32 logits of hidden states `[rows, hidden]`."""
+        return ops.logits(hidden, self.weights.head)
+
+    def _attention(
+        self, index: int, layer: LayerWeights, x: Tensor, ops: Ops, step: StepWindow, cache: CacheRows
+    ) -> Tensor:
+        config, rows = self.config, x.shape[0]
+        qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
+        k_start, v_start = config.q_size, config.q_size + config.kv_size
+        q = qkv[:, :k_start].view(rows, config.num_attention_heads, config.head_dim)
+        k = qkv[:, k_start:v_start].view(rows, config.num_key_value_heads, config.head_dim)
+        v = qkv[:, v_start:].view(rows, config.num_key_value_heads, config.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = ops.rms_norm(q, layer.q_norm, config.rms_norm_eps)
+            k = ops.rms_norm(k, layer.k_norm, config.rms_norm_eps)
+        q = ops.rope(q, step.positions, self.cos, self.sin)
+        k = ops.rope(k, step.positions, self.cos, self.sin)
+        cache.write(index, k, v)
+        attended = cache.paged_attention(index, q, scale=self._scale, window=config.windows[index])
+        return ops.linear(attended, layer.o, layer.o_bias)
