@@ -21,7 +21,7 @@ REQUIRED_IN_CI = ("model", "browser")
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 # Examples share two cores with servers under test, so no example has a deadline; pytest-timeout bounds the whole test.
-settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("local", deadline=None, derandomize=False, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", parent=settings.get_profile("local"), derandomize=True, database=None, print_blob=True)
 settings.load_profile("ci" if IN_CI else "local")
 
