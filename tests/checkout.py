@@ -23,7 +23,7 @@ def project() -> dict[str, Any]:
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run to the end with output captured, without the variables an operator or CI may have set for make, Python and pytest."""
+    """Run to the end, output captured, without what an operator or CI may have set for make, Python and pytest."""
     inherited = {name: value for name, value in os.environ.items() if name not in _OPERATOR_VARIABLES}
     return subprocess.run(
         [*map(str, command)], cwd=cwd, env={**inherited, **environment}, capture_output=True, text=True, timeout=120
