@@ -4,6 +4,7 @@ import { el, setText } from "./dom.js";
 import { duration, integer, plural, rate } from "./format.js";
 import { copyText, renderInto } from "./markup.js";
 
+const NEAR_END_PIXELS = 40;
 const REASONS = {
   stop: ["complete", "The model ended its answer."],
   length: ["token limit", "The answer reached max tokens or the end of the context."],
@@ -36,7 +37,7 @@ export class Answer {
     this.node = el("article", { class: "answer", "aria-label": label ? `Answer, ${label}` : "Answer" });
     this.node.append(this.#body, this.#error, this.#footer);
     this.#setState("waiting");
-    setText(this.#footer, this.#withLabel(["sent"]));
+    this.#showFooter(["sent"]);
   }
 
   get running() {
@@ -44,7 +45,7 @@ export class Answer {
   }
 
   started(message) {
-    setText(this.#footer, this.#withLabel([plural(message.prompt_tokens, "prompt token")]));
+    this.#showFooter([plural(message.prompt_tokens, "prompt token")]);
   }
 
   token(message) {
@@ -60,7 +61,7 @@ export class Answer {
   done(message) {
     this.#paint();
     this.#setState("done");
-    this.#fillFooter(message);
+    this.#showAccount(message);
     this.#onChange(this);
   }
 
@@ -69,7 +70,7 @@ export class Answer {
     this.#setState("failed");
     setText(this.#error, error?.message ?? "the server gave no reason");
     this.#error.hidden = false;
-    setText(this.#footer, this.#withLabel(["failed", error?.code ?? error?.type].filter(Boolean)));
+    this.#showFooter([{ text: "failed", reason: "error" }, error?.code ?? error?.type].filter(Boolean));
     this.#onChange(this);
   }
 
@@ -83,45 +84,53 @@ export class Answer {
   #paint() {
     cancelAnimationFrame(this.#frame);
     this.#frame = 0;
+    const { scrollHeight, scrollTop, clientHeight } = this.#body;
+    const following = scrollHeight - scrollTop - clientHeight < NEAR_END_PIXELS;
     this.#rendered = renderInto(this.#body, this.text, this.#rendered);
+    if (following) this.#body.scrollTop = this.#body.scrollHeight;
     const seconds = (performance.now() - this.#firstAt) / 1000;
     const parts = [plural(this.#tokens, "token")];
     if (this.#tokens > 1 && seconds > 0.2) parts.push(`${rate((this.#tokens - 1) / seconds)} tok/s`);
     if (this.#firstAt) parts.push(`first token ${duration((this.#firstAt - this.#askedAt) / 1000)}`);
-    setText(this.#footer, this.#withLabel(parts));
+    this.#showFooter(parts);
     this.#onChange(this);
   }
 
-  #withLabel(parts) {
-    return (this.#label ? [this.#label, ...parts] : parts).join(" · ");
+  /** `items`: what the footer says, each a text or `{text, title, reason}`. */
+  #showFooter(items) {
+    const all = this.#label ? [this.#label, ...items] : items;
+    this.#footer.replaceChildren(...all.map((item) => {
+      const { text, title, reason } = typeof item === "string" ? { text: item } : item;
+      return el("span", { text, title, "data-reason": reason });
+    }));
   }
 
   /** The server's own account of the generation replaces what the page measured while it ran. */
-  #fillFooter({ finish_reason: reason, usage = {}, nanoserve = {} }) {
+  #showAccount({ finish_reason: reason, usage = {}, nanoserve = {} }) {
     const { graph = {}, timings = {} } = nanoserve;
-    const [word, meaning] = REASONS[reason] ?? [reason ?? "ended", ""];
+    const [word, meaning] = REASONS[reason] ?? [reason ?? "ended", null];
     const produced = usage.completion_tokens ?? this.#tokens;
-    const items = [[word, meaning]];
-    if (this.#label) items.unshift([this.#label, ""]);
-    items.push([plural(produced, "token"), `${integer(usage.prompt_tokens)} prompt tokens before them`]);
+    const items = [
+      { text: word, title: meaning, reason },
+      { text: plural(produced, "token"), title: `after a prompt of ${integer(usage.prompt_tokens)}` },
+    ];
     if (timings.decode_seconds > 0 && produced > 1) {
-      items.push([`${rate((produced - 1) / timings.decode_seconds)} tok/s`, "Tokens after the first ÷ decode time"]);
+      const speed = rate((produced - 1) / timings.decode_seconds);
+      items.push({ text: `${speed} tok/s`, title: "tokens after the first ÷ decode time" });
     }
     if (typeof timings.ttft_seconds === "number") {
-      items.push([`first token ${duration(timings.ttft_seconds)}`, `queued ${duration(timings.queue_seconds)}, ` +
-        `prefill ${duration(timings.prefill_seconds)}`]);
+      const title = `queued ${duration(timings.queue_seconds)}, prefill ${duration(timings.prefill_seconds)}`;
+      items.push({ text: `first token ${duration(timings.ttft_seconds)}`, title });
     }
     if (graph.steps > 0) {
-      items.push([`graph ${integer(graph.replays)}/${integer(graph.steps)}`,
-        `${plural(graph.replays, "step")} replayed a recorded graph, ${integer(graph.eager_steps)} ran eagerly`]);
-      items.push([`${rate(graph.mean_pad_rows)} pad`, "Mean pad rows per step"]);
+      const title = `${plural(graph.replays, "step")} replayed a graph, ${integer(graph.eager_steps)} ran without one`;
+      items.push({ text: `graphs ${integer(graph.replays)}/${integer(graph.steps)}`, title });
+      items.push({ text: `pad ${rate(graph.mean_pad_rows)}`, title: "mean pad rows per step" });
     }
+    this.#showFooter(items);
+    if (!this.text) return;
     const copy = el("button", { type: "button", class: "quiet small", text: "Copy", "aria-label": "Copy this answer" });
     copy.addEventListener("click", () => copyText(this.text, copy));
-    this.#footer.replaceChildren(...items.flatMap(([text, title], index) => {
-      const span = el("span", { text, title: title || null, class: index === 0 ? `reason ${reason}` : null });
-      return index ? [" · ", span] : [span];
-    }));
-    if (this.text) this.#footer.append(copy);
+    this.#footer.append(copy);
   }
 }

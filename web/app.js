@@ -120,6 +120,11 @@ prompt.addEventListener("keydown", (event) => {
   event.preventDefault();
   ask(1);
 });
+byId("settings").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.target.localName !== "input") return;
+  event.preventDefault();
+  prompt.focus();
+});
 addEventListener("keydown", (event) => {
   if (event.key === "Escape" && chat.running) stop();
 });

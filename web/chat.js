@@ -25,6 +25,7 @@ export class Chat {
     log.addEventListener("scroll", () => {
       this.#following = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_END_PIXELS;
     }, { passive: true });
+    new ResizeObserver(() => this.#follow()).observe(log);
   }
 
   get running() {
@@ -98,8 +99,12 @@ export class Chat {
     mark();
   }
 
+  #follow() {
+    if (this.#following && this.#turns.length) this.#log.scrollTop = this.#log.scrollHeight;
+  }
+
   #changed() {
-    if (this.#following) this.#log.scrollTop = this.#log.scrollHeight;
+    this.#follow();
     this.#onChange();
   }
 }

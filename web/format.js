@@ -1,6 +1,6 @@
 /** Numbers as people read them. Unknown (null or undefined) is always an en dash, never a zero. */
 
-const UNKNOWN = "–";
+export const UNKNOWN = "–";
 const known = (value) => typeof value === "number" && Number.isFinite(value);
 
 export function integer(value) {

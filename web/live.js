@@ -1,11 +1,16 @@
 /** The live strip: the batch of the moment, the counters, the time line and the shapes seen. Fed by `steps` events. */
 
 import { byId, el, setText } from "./dom.js";
-import { duration, integer, percent, rate, shapeName } from "./format.js";
+import { UNKNOWN, duration, integer, percent, rate, shapeName } from "./format.js";
 import { Timeline } from "./timeline.js";
 
 const MOST_CELLS = 64;
 const MOST_SHAPES = 7;
+
+function setFigure(id, text) {
+  setText(byId(id), text);
+  byId(id).classList.toggle("unknown", text === UNKNOWN);
+}
 
 export class Live {
   #timeline = new Timeline(byId("timeline"));
@@ -27,11 +32,11 @@ export class Live {
   update(event) {
     const shapes = (event.shapes ?? []).filter((shape) => shape.count > 0);
     this.#events += 1;
-    setText(byId("tokens-per-second"), rate(event.tokens_per_second));
-    setText(byId("running"), integer(event.running));
-    setText(byId("waiting"), integer(event.waiting));
+    setFigure("tokens-per-second", rate(event.tokens_per_second));
+    setFigure("running", integer(event.running));
+    setFigure("waiting", integer(event.waiting));
     const promised = event.hits + event.misses;
-    if (promised > 0) setText(byId("hit-rate"), percent(event.hits / promised));
+    if (promised > 0) setFigure("hit-rate", percent(event.hits / promised));
     byId("hit-rate").classList.toggle("bad", event.misses > 0);
     byId("live").dataset.busy = String(shapes.length > 0);
     this.#showBlocks(event.blocks_used, event.blocks_total);
@@ -44,7 +49,7 @@ export class Live {
 
   /** The connection is gone: what is shown is no longer the present. */
   stale() {
-    for (const id of ["tokens-per-second", "running", "waiting"]) setText(byId(id), "–");
+    for (const id of ["tokens-per-second", "running", "waiting"]) setFigure(id, UNKNOWN);
     byId("live").dataset.busy = "false";
     this.#dim();
   }

@@ -3,7 +3,7 @@
 const ITEM = "nanoserve.settings";
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const DEFAULT_PARALLEL = 4;
-const LARGEST_SEED = 2 ** 31;
+const RANDOM_SEEDS = 10000;
 
 export class Settings {
   #panel;
@@ -46,7 +46,7 @@ export class Settings {
 
   /** A seed for each of `count` answers: consecutive from the one typed in, else from a random one. */
   seeds(count) {
-    const first = this.fields.seed ?? crypto.getRandomValues(new Uint32Array(1))[0] % LARGEST_SEED;
+    const first = this.fields.seed ?? crypto.getRandomValues(new Uint32Array(1))[0] % RANDOM_SEEDS;
     return Array.from({ length: count }, (_, index) => first + index);
   }
 

@@ -51,7 +51,7 @@ export class Timeline {
     const top = Math.max(SMALLEST_TOP, ...this.#columns.map((column) => column.rows));
     const level = (rows) => (Math.log2(1 + rows) / Math.log2(1 + top)) * (base - 8);
     this.#drawGrid(paint, { width, base, top, level, color, font: style.fontFamily });
-    this.#drawColumns(paint, { width, base, height, level, color });
+    this.#drawColumns(paint, { width, base, height, scale, level, color });
   }
 
   #drawGrid(paint, { width, base, top, level, color, font }) {
@@ -70,15 +70,16 @@ export class Timeline {
     paint.fillRect(LABEL_PIXELS, base + 0.5, width - LABEL_PIXELS, 1);
   }
 
-  #drawColumns(paint, { width, base, height, level, color }) {
+  #drawColumns(paint, { width, base, height, scale, level, color }) {
     const now = performance.now() / 1000;
     const perSecond = (width - LABEL_PIXELS) / SPAN_SECONDS;
-    const x = (seconds) => Math.max(LABEL_PIXELS, width - (now - seconds) * perSecond);
+    // On whole device pixels, or adjoining columns show a seam.
+    const snap = (pixels) => Math.round(pixels * scale) / scale;
+    const x = (seconds) => Math.max(LABEL_PIXELS, snap(width - (now - seconds) * perSecond));
     for (const { from, to, rows, real, prompt, misses } of this.#columns) {
       const [left, right] = [x(from), x(to)];
       if (right <= LABEL_PIXELS) continue;
-      // A hair wider than the gap to the next column, or rounding leaves stripes between adjoining ones.
-      const wide = Math.max(1, right - left + 0.35);
+      const wide = Math.max(1, right - left);
       paint.fillStyle = color("--pad");
       paint.fillRect(left, base - level(rows), wide, level(rows) - level(real));
       paint.fillStyle = color(prompt ? "--prompt" : "--real");
