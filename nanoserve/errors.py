@@ -1,7 +1,8 @@
 """Every error nanoserve raises on purpose. A message gives the actual value, the limit and the remedy.
 
 `ClientError` is the request's fault, `Unavailable` is the server's state, `StartupError` is the operator's
-configuration or machine, `GateError` is a broken invariant of ours. Imports nothing, so that every layer may raise them.
+configuration or machine, `GateError` is a broken invariant of ours. Imports nothing, so that every layer may raise
+them.
 """
 
 from __future__ import annotations

@@ -100,6 +100,7 @@ class Counters:
     prefix_cached_tokens: int = 0
     hits: int = 0
     misses: int = 0
+    eager_steps: int = 0
     prefill_eager_steps: int = 0
 
 
@@ -128,7 +129,7 @@ GRAPH_KEYS = (
 
 
 class Metrics:
-    """The counters of one engine. `graph_stats` and `graph_shapes` are supplied by the engine's GraphSet once it exists."""
+    """The counters of one engine. `graph_stats` and `graph_shapes` are set once the engine's GraphSet exists."""
 
     def __init__(self, version: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -154,7 +155,7 @@ class Metrics:
             counters.hits += 1
         elif step.promised:
             counters.misses += 1
-        if step.kind != "decode" and not step.hit:
+        if step.kind != "decode" and step.width is None:
             counters.prefill_eager_steps += 1
         self.latency.step_seconds.add(step.seconds)
         self._steps_total += 1
@@ -199,6 +200,11 @@ class Metrics:
         return event
 
     @property
+    def has_untold_steps(self) -> bool:
+        """True if a step ran since the last `steps` event."""
+        return self._tally_steps > 0
+
+    @property
     def hit_rate(self) -> float | None:
         total = self.counters.hits + self.counters.misses
         return self.counters.hits / total if total else None
@@ -208,6 +214,7 @@ class Metrics:
         counters, gauges = self.counters, self.gauges
         graphs: dict[str, Any] = dict.fromkeys(GRAPH_KEYS)
         graphs.update(self.graph_stats())
+        graphs["eager_steps"] = counters.eager_steps
         graphs["prefill_eager_steps"] = counters.prefill_eager_steps
         graphs["hit_rate"] = self.hit_rate
         known = gauges.blocks_total is not None and gauges.blocks_used is not None

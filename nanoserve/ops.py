@@ -1,7 +1,7 @@
 """The ops a decoder is written in, and how its weights and its attention state reach them.
 
-`Ops` is implemented by a kernel set: `kernels.reference` (torch, any device, the oracle) and others beside it. A kernel set
-allocates every output, so the model code is the same whether an op runs at once or is recorded for a later replay.
+`Ops` is implemented by a kernel set: `kernels.reference` (torch, any device, the oracle) and others beside it. A kernel
+set allocates every output, so the model code is the same whether an op runs at once or is recorded for a later replay.
 All activations are row-major `[rows, features]`; a row is one token of one sequence. Nothing here runs anything.
 """
 
@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    KVStore = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,22 @@ class StepWindow:
         return int(self.input_ids.shape[0])
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingWindow:
+    """How the token of each logit row is chosen, `[rows]` each: windows on StepInputs.
+
+    temperature fp32, 0 is greedy; top_k int64, 0 is off; top_p fp32, 1 is off; min_p fp32, 0 is off; seed and choice
+    int64. The randomness of a row is a function of (seed, choice, position of the token) alone.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    choice: Tensor
+
+
 class CacheRows(Protocol):
     """The K/V cache as one forward sees it: which slots its rows write and which they read.
 
@@ -50,6 +69,43 @@ class CacheRows(Protocol):
     def paged_attention(self, layer: int, q: Tensor, *, scale: float, window: int | None) -> Tensor:
         """`[rows, heads * head_dim]`: softmax(q·K·scale)·V over each row's first `context_lens` positions, of which
         only the last `window` where one is given (sliding-window attention). `context_lens` 0 gives zeros."""
+
+
+class KVKernels(Protocol):
+    """The K/V side of a kernel set: the layout of one layer's store belongs to it, and only `cache` calls it."""
+
+    def new_kv_store(
+        self, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> KVStore:
+        """Zeroed storage for `slots` slots of one layer."""
+
+    def write_kv(self, store: KVStore, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k and v, `[rows, kv_heads, head_dim]`, at `slots` `[rows]`. Duplicates are legal for the sink only."""
+
+    def read_kv(self, store: KVStore, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """(k, v) at `slots`, each `[rows, kv_heads, head_dim]`: for tests and self-tests, in no kernel's own layout."""
+
+    def fill_kv(self, store: KVStore, value: float) -> None:
+        """Set every slot to `value`: the poison tests."""
+
+    def masked_slots(self, slots: Tensor, context_lens: Tensor) -> Tensor:
+        """`[rows, width]`: slots, with every position a row may not attend to replaced by the row's first slot.
+
+        A masked position must not be loaded at all, since 0 · NaN is NaN and the memory behind it may hold anything.
+        """
+
+    def rectangle_attention(
+        self, q: Tensor, store: KVStore, slots: Tensor, context_lens: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
+        """One query a row. q `[rows, heads, head_dim]`, slots `[rows, width]` from `masked_slots`.
+
+        See CacheRows.paged_attention for the result.
+        """
+
+    def chunk_attention(
+        self, q: Tensor, store: KVStore, slots: Tensor, context_lens: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
+        """Many queries of one sequence. q `[n, heads, head_dim]`, slots `[width]`, context_lens `[n]`."""
 
 
 class Ops(Protocol):
@@ -79,3 +135,10 @@ class Ops(Protocol):
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """`[rows, vocab]` fp32, whatever the dtype of x and weight."""
+
+    def sample(self, logits: Tensor, sampling: SamplingWindow, positions: Tensor) -> Tensor:
+        """`[rows]` int64 token ids; `positions` `[rows]` are those of the tokens to come. Greedy ties take the lowest
+        id. Otherwise: temperature, then top-k, top-p and min-p, then one draw keyed by (seed, choice, position)."""
+
+    def remember(self, last_tokens: Tensor, table_rows: Tensor, tokens: Tensor) -> None:
+        """last_tokens[table_rows] = tokens: the next step may read its ids from there."""

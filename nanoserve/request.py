@@ -1,4 +1,4 @@
-"""What a client asked for and what it gets back: plain frozen data shared by the server, the engine and the offline API.
+"""What a client asked for and what it gets back: plain frozen data shared by server, engine and offline API.
 
 Knows nothing of scheduling, text decoding or the wire. A request is validated where it enters (`server.schemas` for the
 shape, `AsyncEngine.submit` for what only the loaded model can tell); these classes carry values that are already legal.

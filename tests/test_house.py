@@ -17,28 +17,32 @@ RANKS: list[list[str]] = [
     ["nanoserve.llm"],
     ["nanoserve.build"],
     ["nanoserve.async_engine"],
-    ["nanoserve.live", "nanoserve.output"],
+    ["nanoserve.boot", "nanoserve.engine_thread", "nanoserve.live", "nanoserve.stream"],
+    ["nanoserve.output", "nanoserve.intake"],
     ["nanoserve.engine"],
-    ["nanoserve.warmup"],
     ["nanoserve.runner"],
+    ["nanoserve.warmup"],
     ["nanoserve.scheduler"],
+    ["nanoserve.sequence"],
     ["nanoserve.graphs"],
+    ["nanoserve.gates"],
     ["nanoserve.models"],
     ["nanoserve.cache"],
     ["nanoserve.kernels"],
-    ["nanoserve.ops"],
     ["nanoserve.inputs", "nanoserve.slots"],
+    ["nanoserve.ops"],
+    ["nanoserve.memory", "nanoserve.buckets"],
     ["nanoserve.blocks"],
-    ["nanoserve.buckets"],
-    ["nanoserve.memory"],
     ["nanoserve.tokens"],
-    ["nanoserve.source", "nanoserve.gguf_file"],
-    ["nanoserve.config", "nanoserve.request", "nanoserve.metrics"],
+    ["nanoserve.source"],
+    ["nanoserve.gguf_file"],
+    ["nanoserve.config", "nanoserve.request", "nanoserve.metrics", "nanoserve.probe"],
     ["nanoserve.errors"],
     ["nanoserve"],
 ]
 NO_TORCH = ["scheduler", "blocks", "buckets", "memory", "config", "request", "errors", "metrics", "source", "gguf_file"]
-NO_TORCH += ["tokens", "output", "live", "async_engine", "ops"]
+NO_TORCH += ["tokens", "output", "intake", "live", "stream", "boot", "engine_thread", "async_engine", "ops"]
+NO_TORCH += ["sequence", "probe"]
 
 
 def rank_of(module: str) -> int:

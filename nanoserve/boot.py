@@ -1,0 +1,47 @@
+"""What a boot is to those who wait for it: its progress while it runs, and what it leaves behind. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from nanoserve.engine import Engine
+    from nanoserve.intake import Intake
+
+BootStage = Literal["starting", "loading", "warming", "ready", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class BootProgress:
+    """`done` of `total` units of a stage (bytes loaded, graphs recorded); None where they are not known yet."""
+
+    stage: BootStage
+    done: int | None = None
+    total: int | None = None
+    eta_seconds: float | None = None
+
+
+Report = Callable[[BootProgress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Booted:
+    """A finished boot.
+
+    kv_pool, warmup  what was decided and done, JSON-ready, for /health
+    degraded         why the engine serves less than it promises, or None
+    """
+
+    engine: Engine
+    intake: Intake
+    kernels: str
+    kv_pool: dict[str, Any]
+    warmup: dict[str, Any]
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    degraded: str | None = None
+
+
+Boot = Callable[[Report], Booted]
+"""Build an engine, reporting on the way. Runs on the engine thread; imports torch."""

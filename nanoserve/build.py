@@ -1,0 +1,173 @@
+"""The composition root: from an EngineConfig to an engine that serves. The only place that knows every part.
+
+Order matters: weights first, because the pool is sized from what they leave free; the pool before any recording,
+because recordings are bound to its addresses; ready last.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from time import perf_counter
+
+import torch
+
+from nanoserve.blocks import BlockPool
+from nanoserve.boot import Booted, BootProgress, Report
+from nanoserve.buckets import ShapeSet
+from nanoserve.cache import BatchedPagedKVCache
+from nanoserve.config import EngineConfig
+from nanoserve.engine import Engine
+from nanoserve.errors import ConfigError
+from nanoserve.graphs import EagerBackend, GraphSet
+from nanoserve.inputs import StepInputs, new_last_tokens
+from nanoserve.intake import Intake
+from nanoserve.kernels.reference import ReferenceOps
+from nanoserve.memory import KVPoolPlan, plan_kv_pool
+from nanoserve.metrics import Metrics
+from nanoserve.models.config import ModelConfig
+from nanoserve.models.load import LoadedModel, load_model
+from nanoserve.probe import cores, free_host_bytes
+from nanoserve.runner import DecodeOutput, Runner
+from nanoserve.scheduler import Scheduler
+from nanoserve.slots import SlotTable
+from nanoserve.source import resolve
+from nanoserve.tokens import load_tokenizer
+
+log = logging.getLogger("nanoserve")
+DEFAULT_MAX_MODEL_LEN = 2048
+"""The rectangle read's cost grows with the widest shape; a longer context is a decision, not a default."""
+
+
+def build_engine(config: EngineConfig, metrics: Metrics, report: Report, *, bar: bool = True) -> Booted:
+    """Load, plan, allocate. Raises StartupError for what the operator has to change."""
+    started = perf_counter()
+    check_config(config)
+    source = resolve(config.model)
+    device = pick_device(config.device)
+    torch.set_num_threads(config.threads or cores())
+    report(BootProgress("loading"))
+    loaded = load_model(
+        source,
+        dtype=pick_dtype(config, device),
+        device=device,
+        progress=lambda done, total: report(_loading(done, total, perf_counter() - started)),
+        bar=bar,
+    )
+    tokenizer = load_tokenizer(source)
+    pool_plan = plan_pool(config, loaded.config, loaded.decoder.weights.embed.dtype, device)
+    log.info(pool_plan.describe())
+    engine = assemble(config, loaded, pool_plan, metrics, device)
+    eos = frozenset(loaded.config.eos_token_ids) | tokenizer.eos_token_ids
+    intake = Intake(
+        tokenizer,
+        vocab_size=loaded.config.vocab_size,
+        max_model_len=pool_plan.max_model_len,
+        eos_token_ids=eos,
+        block_size=config.block_size,
+    )
+    defaults = {name: value for name, value in asdict(loaded.config.sampling).items() if value is not None}
+    return Booted(
+        engine=engine,
+        intake=intake,
+        kernels=ReferenceOps.name,
+        kv_pool=asdict(pool_plan),
+        warmup={},
+        sampling_defaults=defaults,
+    )
+
+
+def check_config(config: EngineConfig) -> None:
+    """Raises ConfigError for flags that contradict each other."""
+    for name in ("max_sequences", "block_size", "width_multiple", "prefill_tokens", "max_queued"):
+        value = getattr(config, name)
+        if value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    if config.max_model_len is not None and config.max_model_len < 2:
+        raise ConfigError(f"--max-model-len is {config.max_model_len}; a prompt and an answer need at least 2 tokens")
+    if config.capture_decode and not (config.bucket_decode and config.persist_inputs):
+        raise ConfigError(
+            "recording decode graphs needs a closed set of shapes and buffers that keep their address; "
+            "add --no-capture-decode, or drop --no-bucket-decode and --no-persist-inputs"
+        )
+    if config.attention_read != "rectangle":
+        raise ConfigError(f"--attention-read {config.attention_read} has no kernel here; use rectangle")
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name!r} is no device; use auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"--device {name}: no CUDA device here, or none that torch can use; use --device cpu"
+        )
+    return device
+
+
+def pick_dtype(config: EngineConfig, device: torch.device) -> str:
+    """On the CPU the reference kernels run in fp32: the oracle's precision, and faster there than emulated bf16."""
+    return "float32" if config.dtype == "auto" and device.type == "cpu" else config.dtype
+
+
+def plan_pool(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVPoolPlan:
+    """Size the K/V pool from what is free now, after the weights."""
+    limit = model.max_position_embeddings
+    wanted = config.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)
+    if wanted > limit:
+        raise ConfigError(f"--max-model-len is {wanted:,}; the model was made for {limit:,}; lower it")
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+    return plan_kv_pool(
+        bytes_per_token=model.kv_bytes_per_token(dtype.itemsize),
+        block_size=config.block_size,
+        max_model_len=wanted,
+        max_sequences=config.max_sequences,
+        free_bytes=free,
+        share=config.kv_memory_share,
+        requested_bytes=config.kv_memory_bytes,
+    )
+
+
+def assemble(
+    config: EngineConfig, loaded: LoadedModel, pool_plan: KVPoolPlan, metrics: Metrics, device: torch.device
+) -> Engine:
+    """Wire the parts of one engine; allocates the step buffers and the slot table, the K/V pool at its first write."""
+    model, ops = loaded.config, ReferenceOps()
+    pool = BlockPool(pool_plan.num_blocks, config.block_size)
+    shapes = ShapeSet.build(
+        max_rows=config.max_sequences, max_width=pool_plan.max_model_len, width_multiple=config.width_multiple
+    )
+    last_tokens = new_last_tokens(config.max_sequences, device)
+    cache = BatchedPagedKVCache(
+        ops,
+        num_layers=model.num_hidden_layers,
+        num_blocks=pool_plan.num_blocks,
+        block_size=config.block_size,
+        num_kv_heads=model.num_key_value_heads,
+        head_dim=model.head_dim,
+        dtype=loaded.decoder.weights.embed.dtype,
+        device=device,
+    )
+    graphs: GraphSet[DecodeOutput] | None = None
+    if config.capture_decode:
+        graphs = GraphSet(EagerBackend(), read=config.attention_read)
+    runner = Runner(
+        loaded.decoder,
+        ops,
+        cache,
+        SlotTable(config.max_sequences, shapes.width_ladder[-1], pool.sink_slot, device),
+        last_tokens,
+        inputs=StepInputs(config.max_sequences, last_tokens) if config.persist_inputs else None,
+        shapes=shapes if config.bucket_decode else None,
+        graphs=graphs,
+    )
+    scheduler = Scheduler(pool, max_sequences=config.max_sequences, prefill_tokens=config.prefill_tokens)
+    return Engine(scheduler, pool, runner, metrics, paranoid=config.paranoid)
+
+
+def _loading(done: int, total: int, elapsed: float) -> BootProgress:
+    eta = elapsed * (total - done) / done if done else None
+    return BootProgress("loading", done, total, eta)

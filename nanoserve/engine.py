@@ -1,0 +1,106 @@
+"""Engine: scheduler and runner as three moves. `step()` is all of them.
+
+    plan()     integers: what the next step is
+    launch()   the device: run it (on the engine thread)
+    commit()   integers: take its tokens
+
+plan and commit belong to one thread (the event loop, or the caller offline); launch may run on another between them.
+"""
+
+from __future__ import annotations
+
+from nanoserve.blocks import BlockPool
+from nanoserve.metrics import Metrics, StepKind, StepRecord
+from nanoserve.request import FinishReason
+from nanoserve.runner import Runner, StepOutcome
+from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import NewToken, Sequence, StepPlan
+
+
+class Engine:
+    """Owns nothing itself; keeps scheduler, runner and metrics in step."""
+
+    def __init__(
+        self, scheduler: Scheduler, pool: BlockPool, runner: Runner, metrics: Metrics, *, paranoid: bool = False
+    ) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self._pool = pool
+        self._metrics = metrics
+        self._paranoid = paranoid
+        metrics.gauges.blocks_total = pool.num_blocks
+        metrics.gauges.block_size = pool.block_size
+        if runner.graphs is not None:
+            metrics.graph_stats = runner.graphs.stats
+            metrics.graph_shapes = runner.graphs.shapes
+        self._refresh_gauges()
+
+    def add(self, sequence: Sequence) -> None:
+        self.scheduler.add(sequence)
+        self._refresh_gauges()
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        self.scheduler.finish(sequence, reason)
+        self._refresh_gauges()
+
+    def plan(self) -> StepPlan | None:
+        return self.scheduler.plan()
+
+    def launch(self, plan: StepPlan) -> StepOutcome:
+        return self.runner.run(plan)
+
+    def commit(self, plan: StepPlan, outcome: StepOutcome) -> list[NewToken]:
+        """The tokens that count: those of sequences that were still wanted when the step ended."""
+        self._account(plan, outcome)
+        taken = set(self.scheduler.commit({new.sequence: new.token for new in outcome.tokens}))
+        if self._paranoid:
+            self.check()
+        self._refresh_gauges()
+        return [new for new in outcome.tokens if new.sequence in taken]
+
+    def step(self) -> list[NewToken]:
+        """Plan, launch and commit; empty if there is nothing to do."""
+        plan = self.plan()
+        return self.commit(plan, self.launch(plan)) if plan is not None else []
+
+    def check(self) -> None:
+        """Raises AssertionError if a block is lost or held twice (after every step in tests and under --paranoid)."""
+        self.scheduler.check()
+
+    def _account(self, plan: StepPlan, outcome: StepOutcome) -> None:
+        for sequence in plan.decode_sequences:
+            sequence.steps += 1
+            sequence.replays += outcome.replayed
+            sequence.eager_steps += not outcome.replayed
+            sequence.pad_rows += outcome.pad_rows
+        for sequence in plan.chunk_sequences:
+            sequence.steps += 1
+            sequence.eager_steps += 1
+        kind: StepKind = "mixed" if plan.decode and plan.chunks else "decode" if plan.decode else "prefill"
+        decoded, prefilled = len(plan.decode), plan.prefill_tokens
+        rows, width = outcome.shape if outcome.shape is not None else (prefilled, None)
+        self._metrics.record_step(
+            StepRecord(
+                kind=kind,
+                rows=rows,
+                width=width,
+                real_rows=decoded or prefilled,
+                pad_rows=outcome.pad_rows,
+                hit=outcome.hit,
+                promised=self.runner.graphs is not None and bool(plan.decode),
+                seconds=outcome.seconds,
+                decode_tokens=decoded,
+                prefill_tokens=prefilled,
+            )
+        )
+        counters = self._metrics.counters
+        counters.eager_steps += bool(plan.decode) and not outcome.replayed
+        counters.prompt_tokens += prefilled
+        counters.generated_tokens += len(outcome.tokens)
+        counters.preempted = self.scheduler.preemptions
+
+    def _refresh_gauges(self) -> None:
+        gauges = self._metrics.gauges
+        gauges.running = self.scheduler.running
+        gauges.waiting = self.scheduler.waiting
+        gauges.blocks_used = self._pool.used_blocks

@@ -1,0 +1,154 @@
+"""GraphSet: the recorded programs, by GraphKey, and their counters. Sole owner of both.
+
+A graph is a program bound to addresses: replaying it runs the whole forward on whatever the step buffers hold then. The
+set knows how to record, replay and count; which keys exist, and when they are recorded, is decided above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+
+from nanoserve.buckets import DecodePlan
+from nanoserve.errors import GateError
+from nanoserve.gates import check_replay_rows
+
+GraphKind = Literal["decode", "body", "head", "head_full"]
+Origin = Literal["warm", "cold", "background"]
+T = TypeVar("T")
+
+
+class GraphKey(NamedTuple):
+    """What a graph is for. `width` is None where the read has none (`paged`)."""
+
+    kind: GraphKind
+    rows: int
+    width: int | None
+
+
+class GraphBackend(Protocol):
+    """How programs are recorded on this device."""
+
+    name: str
+
+    def record(self, program: Callable[[], T]) -> Callable[[], T]:
+        """Run `program` once and return what replays it; every replay returns its like."""
+
+    def arena_bytes(self) -> int | None:
+        """Bytes the recordings hold beside weights and pool; None where the backend does not know."""
+
+
+class EagerBackend:
+    """Any device: the recording is the call itself, with the arguments it was made on."""
+
+    name = "eager"
+
+    def record(self, program: Callable[[], T]) -> Callable[[], T]:
+        program()
+        return program
+
+    def arena_bytes(self) -> int | None:
+        return 0
+
+
+@dataclass(slots=True)
+class GraphEntry(Generic[T]):
+    """One recorded program. `recorded_rows` is the row set it froze: none when it was recorded on a warm plan."""
+
+    key: GraphKey
+    replay: Callable[[], T]
+    origin: Origin
+    recorded_rows: tuple[int, ...]
+    record_seconds: float = 0.0
+    replays: int = 0
+    real_rows: int = 0
+    pad_rows: int = 0
+    seconds_total: float = 0.0
+
+
+class GraphSet(Generic[T]):
+    """The recorded graphs of one engine, all replayed on its one engine thread."""
+
+    def __init__(self, backend: GraphBackend, *, read: str) -> None:
+        self.backend = backend
+        self._read = read
+        self._entries: dict[GraphKey, GraphEntry[T]] = {}
+        self.warmup_seconds: float | None = None
+        self.predicted_seconds: float | None = None
+
+    def __contains__(self, key: GraphKey) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def entries(self) -> list[GraphEntry[T]]:
+        return list(self._entries.values())
+
+    def capture(
+        self,
+        key: GraphKey,
+        program: Callable[[], T],
+        *,
+        origin: Origin,
+        rows: tuple[int, ...],
+        clock: Callable[[], float],
+    ) -> GraphEntry[T]:
+        """Record `program` for `key`. `rows` is the row set of the plan it is bound to.
+
+        Raises GateError if the key has a graph: a second recording would leave two programs for one shape.
+        """
+        if key in self._entries:
+            raise GateError(f"{key} is recorded already; a key has one graph")
+        started = clock()
+        replay = self.backend.record(program)
+        entry = GraphEntry(key, replay, origin, rows, record_seconds=clock() - started)
+        self._entries[key] = entry
+        return entry
+
+    def replay(self, key: GraphKey, plan: DecodePlan) -> T:
+        """Run the graph of `key` for `plan`. Raises KeyError if none is recorded, GateError if it froze other rows."""
+        entry = self._entries[key]
+        check_replay_rows(entry.recorded_rows, plan)
+        result = entry.replay()
+        entry.replays += 1
+        entry.real_rows += len(plan.rows)
+        entry.pad_rows += plan.pad_rows
+        return result
+
+    def add_seconds(self, key: GraphKey, seconds: float) -> None:
+        """Account the duration of a replay that has just completed."""
+        self._entries[key].seconds_total += seconds
+
+    def count(self, origin: Origin) -> int:
+        return sum(entry.origin == origin for entry in self._entries.values())
+
+    def stats(self) -> dict[str, Any]:
+        """The `graphs` object of `/metrics`, without what steps count."""
+        return {
+            "read": self._read,
+            "backend": self.backend.name,
+            "warmed": self.count("warm"),
+            "captured": len(self._entries),
+            "cold_captures": self.count("cold"),
+            "background_captures": self.count("background"),
+            "replays": sum(entry.replays for entry in self._entries.values()),
+            "warmup_seconds": self.warmup_seconds,
+            "predicted_seconds": self.predicted_seconds,
+        }
+
+    def shapes(self) -> list[dict[str, Any]]:
+        """The `shapes` list of `/metrics`."""
+        return [
+            {
+                "rows": entry.key.rows,
+                "width": entry.key.width,
+                "warmed": entry.origin == "warm",
+                "replays": entry.replays,
+                "real_rows": entry.real_rows,
+                "pad_rows": entry.pad_rows,
+                "seconds_total": entry.seconds_total,
+            }
+            for entry in self._entries.values()
+        ]

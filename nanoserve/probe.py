@@ -1,0 +1,39 @@
+"""What the machine has to give: memory and cores. Reads the operating system, so that `memory` need not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def free_host_bytes() -> int:
+    """Memory this process may still take without swapping: the system's or the control group's, whichever is less."""
+    available = _meminfo("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    limit, used = _read_int("/sys/fs/cgroup/memory.max"), _read_int("/sys/fs/cgroup/memory.current")
+    if limit is not None and used is not None:
+        available = min(available, max(0, limit - used))
+    return available
+
+
+def cores() -> int:
+    """Cores this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def _meminfo(key: str) -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith(key + ":"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _read_int(path: str) -> int | None:
+    """None where the file is missing or says "max"."""
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):
+        return None

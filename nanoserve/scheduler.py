@@ -1,0 +1,245 @@
+"""Who runs next: waiting and running sequences, chunked prefill, preemption by recompute. Integers only, no torch.
+
+Sole writer of the request lifecycle and, through the BlockPool, of who holds which block. First come, first served.
+
+    waiting --admit: a table row and blocks for all known tokens--> prefill --last chunk--> decode --> finished
+       ^                                                             |                        |
+       +------------------- preempted: blocks given back, all known tokens computed again ----+
+
+Decoding sequences hold table rows 0 … n - 1 without a gap, so a decode batch is a window on the slot table; prefilling
+ones hold any row above. A step in flight addresses blocks, so what ends meanwhile keeps them until `commit`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from nanoserve.blocks import BlockPool, blocks_for
+from nanoserve.buckets import DecodeRow
+from nanoserve.errors import PoolExhausted
+from nanoserve.request import FinishReason
+from nanoserve.sequence import ChunkPlan, Sequence, State, StepPlan
+
+
+class Scheduler:
+    """`plan` says what the next step is, `commit` takes its tokens; between the two a step is in flight."""
+
+    def __init__(self, pool: BlockPool, *, max_sequences: int, prefill_tokens: int) -> None:
+        self._pool = pool
+        self._prefill_tokens = prefill_tokens
+        self._waiting: deque[Sequence] = deque()
+        self._rows: list[Sequence | None] = [None] * max_sequences
+        self._arrivals = 0
+        self._in_flight: StepPlan | None = None
+        self._dirty: set[int] = set()
+        self.preemptions = 0
+
+    # --- what others may ask -------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return sum(sequence is not None for sequence in self._rows)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting) or any(sequence is not None for sequence in self._rows)
+
+    def live(self) -> Iterator[Sequence]:
+        """Every sequence that is not finished."""
+        for sequence in (*self._waiting, *self._rows):
+            if sequence is not None and sequence.finish_reason is None:
+                yield sequence
+
+    # --- lifecycle -----------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.arrival = self._arrivals
+        self._arrivals += 1
+        self._waiting.append(sequence)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence for a reason no token shows: a stop string, an abort, a deadline. A second call is ignored.
+
+        Its blocks are back at once, or at `commit` if a step in flight addresses them.
+        """
+        if sequence.finish_reason is not None:
+            return
+        sequence.finish_reason = reason
+        if sequence.state is State.WAITING:
+            self._waiting.remove(sequence)
+            sequence.state = State.FINISHED
+        elif not self._is_in_flight(sequence):
+            self._leave(sequence, State.FINISHED)
+
+    def _is_in_flight(self, sequence: Sequence) -> bool:
+        plan = self._in_flight
+        return plan is not None and (sequence in plan.decode_sequences or sequence in plan.chunk_sequences)
+
+    def _leave(self, sequence: Sequence, state: State) -> None:
+        """Give back the table row and the blocks."""
+        self._rows[sequence.table_row] = None
+        self._dirty.add(sequence.table_row)
+        self._pool.release(sequence.table.blocks)
+        sequence.table.blocks = []
+        sequence.table_row = -1
+        sequence.computed = 0
+        sequence.state = state
+
+    # --- plan ----------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None if there is nothing to run. Must not be called while a step is in flight."""
+        assert self._in_flight is None, "plan() while a step is in flight"
+        writes: list[tuple[int, int, tuple[int, ...]]] = []
+        for sequence in self._decoding():
+            if sequence.state is State.DECODE:
+                self._reserve_next_slot(sequence)
+        swaps = self._compact()
+        decoding = self._decoding()
+        rows = []
+        for sequence in decoding:
+            position = len(sequence.tokens) - 1
+            slot = sequence.table.slot(position)
+            rows.append(DecodeRow(sequence.table_row, position, slot))
+            writes.append((sequence.table_row, position, (slot,)))
+        prefilling = self._prefilling()
+        chunks = [self._chunk(sequence, count) for sequence, count in prefilling]
+        writes.extend((chunk.table_row, chunk.start, chunk.write_slots) for chunk in chunks)
+        if not rows and not chunks:
+            return None
+        self._in_flight = StepPlan(
+            clears=self._take_dirty(),
+            swaps=swaps,
+            slot_writes=tuple(writes),
+            decode=tuple(rows),
+            decode_sequences=tuple(decoding),
+            chunks=tuple(chunks),
+            chunk_sequences=tuple(sequence for sequence, _ in prefilling),
+        )
+        return self._in_flight
+
+    def _decoding(self) -> list[Sequence]:
+        return [sequence for sequence in self._rows if sequence is not None and sequence.state is State.DECODE]
+
+    def _reserve_next_slot(self, sequence: Sequence) -> None:
+        """Make room for the newest token's K/V, preempting the latest arrivals; possibly the sequence itself."""
+        missing = sequence.table.missing_for(len(sequence.tokens))
+        while missing and sequence.state is State.DECODE:
+            try:
+                sequence.table.blocks += self._pool.allocate(missing)
+                return
+            except PoolExhausted:
+                self._preempt(max((s for s in self._rows if s is not None), key=lambda s: s.arrival))
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Back to the head of the queue. Victims are the latest arrivals, so the queue stays in order of arrival."""
+        self._leave(victim, State.WAITING)
+        victim.target = len(victim.tokens)
+        self._waiting.appendleft(victim)
+        self.preemptions += 1
+
+    def _compact(self) -> tuple[tuple[int, int], ...]:
+        """Swap table rows until the decoding sequences hold the first ones."""
+        decoding = self._decoding()
+        count = len(decoding)
+        outside = [sequence.table_row for sequence in decoding if sequence.table_row >= count]
+        holes = [row for row in range(count) if (s := self._rows[row]) is None or s.state is not State.DECODE]
+        swaps = []
+        for high, low in zip(outside, holes, strict=True):
+            swaps.append((low, high))
+            self._rows[low], self._rows[high] = self._rows[high], self._rows[low]
+            for row in (low, high):
+                if (sequence := self._rows[row]) is not None:
+                    sequence.table_row = row
+        return tuple(swaps)
+
+    def _take_dirty(self) -> tuple[int, ...]:
+        """Rows given back since the last plan. Cleared before the swaps, so a swap may carry a cleared row."""
+        dirty = tuple(sorted(self._dirty))
+        self._dirty.clear()
+        return dirty
+
+    def _prefilling(self) -> list[tuple[Sequence, int]]:
+        """(sequence, tokens) to compute in this step: started prompts first, then as many new ones as fit."""
+        budget = self._prefill_tokens
+        chosen: list[tuple[Sequence, int]] = []
+        started = [s for s in self._rows if s is not None and s.state is State.PREFILL]
+        for sequence in sorted(started, key=lambda s: s.arrival):
+            count = min(budget, sequence.target - sequence.computed)
+            if count:
+                chosen.append((sequence, count))
+                budget -= count
+        while budget and self._waiting and self._admit(self._waiting[0]):
+            sequence = self._waiting.popleft()
+            count = min(budget, sequence.target)
+            chosen.append((sequence, count))
+            budget -= count
+        return chosen
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give it the last free table row and blocks for all its known tokens and one more, if there are any."""
+        need = blocks_for(sequence.target + 1, self._pool.block_size)
+        row = next((r for r in range(len(self._rows) - 1, -1, -1) if self._rows[r] is None), None)
+        if row is None or need > self._pool.free_blocks:
+            return False
+        sequence.table.blocks = self._pool.allocate(need)
+        sequence.table_row = row
+        sequence.state = State.PREFILL
+        self._rows[row] = sequence
+        return True
+
+    @staticmethod
+    def _chunk(sequence: Sequence, count: int) -> ChunkPlan:
+        start, stop = sequence.computed, sequence.computed + count
+        return ChunkPlan(
+            table_row=sequence.table_row,
+            start=start,
+            token_ids=tuple(sequence.tokens[start:stop]),
+            write_slots=tuple(sequence.table.slots(start, stop)),
+            last=stop == sequence.target,
+        )
+
+    # --- commit --------------------------------------------------------------------------------------------
+
+    def commit(self, tokens: dict[Sequence, int]) -> list[Sequence]:
+        """Take the tokens the step in flight chose, by sequence; returns the sequences that got one.
+
+        A sequence that was ended while the step ran gets none; its blocks are back now.
+        """
+        plan = self._in_flight
+        assert plan is not None, "commit() without a step in flight"
+        self._in_flight = None
+        for sequence, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True):
+            sequence.computed = chunk.start + len(chunk.token_ids)
+        for sequence in plan.decode_sequences:
+            sequence.computed = len(sequence.tokens)
+        taken = []
+        for sequence in (*plan.decode_sequences, *plan.chunk_sequences):
+            if sequence.finish_reason is not None:
+                self._leave(sequence, State.FINISHED)
+            elif sequence in tokens:
+                sequence.state = State.DECODE
+                sequence.tokens.append(tokens[sequence])
+                sequence.finish_reason = sequence.reason_after(tokens[sequence])
+                taken.append(sequence)
+                if sequence.finish_reason is not None:
+                    self._leave(sequence, State.FINISHED)
+        return taken
+
+    # --- integrity -----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises AssertionError if a block is lost, held twice, or a sequence is where it should not be."""
+        running = [sequence for sequence in self._rows if sequence is not None]
+        self._pool.check(sequence.table for sequence in running)
+        held = [block for sequence in running for block in sequence.table.blocks]
+        assert len(held) == len(set(held)), "a block is in two writable tables"
+        assert all(self._rows[s.table_row] is s for s in running), "a sequence is not in the table row it names"
+        assert not {id(s) for s in running} & {id(s) for s in self._waiting}, "a sequence waits and runs"
+        assert all(s.state is State.WAITING for s in self._waiting), "a sequence in the queue is not waiting"
+        assert not any(s.table.blocks for s in self._waiting), "a waiting sequence holds blocks"
