@@ -58,24 +58,25 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     """
     if not messages:
         raise InvalidRequest("messages is empty; a chat needs at least one message", param="messages")
-    plain = []
-    for index, message in enumerate(messages):
-        cleaned = {key: value for key, value in message.items() if value is not None}
-        if not isinstance(cleaned.get("role"), str):
-            raise InvalidRequest(
-                f"messages[{index}].role is {message.get('role')!r}; it must be a text such as 'user'",
-                param=f"messages[{index}].role",
-            )
-        content = cleaned.setdefault("content", "")
-        if not isinstance(content, str):
-            raise InvalidRequest(
-                f"messages[{index}].content is a {type(content).__name__}; it must be text",
-                param=f"messages[{index}].content",
-            )
-        if "tool_calls" in cleaned:
-            cleaned["tool_calls"] = [_parsed_call(call) for call in cleaned["tool_calls"]]
-        plain.append(cleaned)
+    return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    plain = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(plain.get("role"), str):
+        raise _wrong_type(f"{where}.role", message.get("role"), "a text such as 'user'")
+    if not isinstance(plain.setdefault("content", ""), str):
+        raise _wrong_type(f"{where}.content", plain["content"], "text")
+    if "tool_calls" in plain:
+        if not isinstance(plain["tool_calls"], list | tuple):
+            raise _wrong_type(f"{where}.tool_calls", plain["tool_calls"], "a list")
+        plain["tool_calls"] = [_parsed_call(call) for call in plain["tool_calls"]]
     return plain
+
+
+def _wrong_type(param: str, value: object, needed: str) -> InvalidRequest:
+    kind = "missing or null" if value is None else f"of type {type(value).__name__}"
+    return InvalidRequest(f"{param} is {kind}; it must be {needed}", param=param)
 
 
 def _parsed_call(call: Any) -> Any:
