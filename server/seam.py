@@ -3,8 +3,8 @@ implementation; tests hand in a scripted one."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Mapping
+from types import TracebackType
 from typing import Any, Protocol
 
 from nanoserve.request import Delta, Request
@@ -37,14 +37,18 @@ class Engine(Protocol):
 
     def events(self) -> AsyncIterator[dict[str, Any]]:
         """Live events from now on: `{"type": "boot", …}` and `{"type": "steps", …}`, with the fields of CONTRACT.md;
-        the state of the moment first. Any number of subscribers; a slow one skips, it never blocks the step loop."""
+        the state of the moment first. Any number of subscribers; a slow one skips, it never blocks the step loop.
+
+        A boot that fails ends in `{"type": "boot", "stage": "failed", "message": …, "exit_code": …}`, upon which the
+        process ends with that code. A failure after ready carries no `exit_code`: the process stays and says so."""
 
     def snapshot(self) -> Snapshot:
         """`/health` and `/metrics` as JSON-ready dicts. Cheap, never blocks, valid in every stage."""
 
     async def drain(self, seconds: float) -> None:
         """Accept nothing more; return when all generations have ended, at the latest after `seconds`, when what is
-        left ends with finish_reason `draining`. Also ends a boot in progress."""
+        left ends with finish_reason `draining`. Also ends a boot in progress. A second call with fewer seconds
+        shortens the first."""
 
 
 class Snapshot(Protocol):
@@ -54,7 +58,15 @@ class Snapshot(Protocol):
     max_model_len: int | None
     created: int
     """Unix seconds at which the model was opened."""
+    sampling_defaults: Mapping[str, float]
+    """`SamplingParams` fields the model's generation_config sets, for requests without them. Empty until known."""
 
 
-BootableEngine = AbstractAsyncContextManager[Engine]
-"""Entering starts the boot (a background thread) and the step loop and returns at once; leaving stops both."""
+class BootableEngine(Engine, Protocol):
+    """Entering starts the boot (a background thread) and the step loop and returns at once; leaving stops both."""
+
+    async def __aenter__(self) -> BootableEngine: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> bool | None: ...

@@ -1,0 +1,45 @@
+"""What the operator decided about the HTTP side, frozen. Reads no environment and parses no flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+MIB = 1024 * 1024
+LOOPBACK = ("localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Everything `create_app` and `serve` need.
+
+    host, port            the address to bind; port 0 takes a free one
+    api_keys              keys that open the routes; none: every route is open
+    allowed_origins       browser origins besides our own page's (`https://host[:port]`), or `*`
+    served_model_name     the model's name on the wire; None: the engine's own names
+    drain_seconds         how long running generations may go on after the first signal
+    max_body_bytes        largest HTTP body
+    max_message_bytes     largest WebSocket message
+    max_header_bytes      largest request line and headers together
+    ping_seconds          interval of SSE comments and WebSocket pings
+    send_timeout_seconds  how long one SSE frame may wait for a client that does not read
+    log_level             level of the server's log lines on stderr
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    served_model_name: str | None = None
+    drain_seconds: float = 30.0
+    max_body_bytes: int = 16 * MIB
+    max_message_bytes: int = 4 * MIB
+    max_header_bytes: int = 64 * 1024
+    ping_seconds: float = 15.0
+    send_timeout_seconds: float = 60.0
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+
+    @property
+    def is_loopback(self) -> bool:
+        """True if only this machine can reach the address."""
+        return self.host in LOOPBACK or self.host.startswith("127.")

@@ -1,0 +1,102 @@
+"""Server-sent events: payloads to frames, and the response that carries them.
+
+Frames are `data:` lines with LF only, yielded as bytes. `EventStream` is sse-starlette's response with
+our framing and a clean-up that runs however the stream ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import SendTimeoutError
+from starlette.types import Receive, Scope, Send
+
+from nanoserve.errors import NanoserveError
+from nanoserve.request import Finished
+from server.config import ServerConfig
+from server.failures import describe
+from server.lifecycle import Lifecycle
+from server.seam import Engine
+from server.shapes import Shape, in_band_error
+from server.submission import Submission
+
+DONE = b"data: [DONE]\n\n"
+
+logger = logging.getLogger("nanoserve.server")
+_encode = msgspec.json.Encoder().encode
+
+
+def frame(payload: Any) -> bytes:
+    """One event. U+2028, U+2029 and U+0085 are escaped: several clients split lines there, inside the JSON."""
+    data = _encode(payload)
+    if b"\xe2\x80" in data:
+        data = data.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+    if b"\xc2\x85" in data:
+        data = data.replace(b"\xc2\x85", b"\\u0085")
+    return b"data: " + data + b"\n\n"
+
+
+async def completion_frames(submission: Submission, shape: Shape, include_usage: bool) -> AsyncIterator[bytes]:
+    """The frames of a generating route, from the first chunk to `[DONE]`; a failure is one frame before it."""
+    finished: Finished | None = None
+    failure: Exception | None = None
+    try:
+        async with aclosing(submission.deltas()) as deltas:
+            async for delta in deltas:
+                finished = delta.finished
+                chunk = shape.chunk(delta, include_usage)
+                if chunk is not None:
+                    yield frame(chunk)
+    except Exception as error:
+        # The status line is gone: whatever this is, the client learns of it in the stream or not at all.
+        if not isinstance(error, NanoserveError):
+            logger.exception("a stream failed")
+        failure = error
+    if finished is not None:
+        failure = in_band_error(finished)
+    if failure is not None:
+        yield frame(describe(failure).body)
+    elif finished is not None and include_usage:
+        yield frame(shape.usage_chunk(finished))
+    yield DONE
+
+
+async def event_frames(engine: Engine, lifecycle: Lifecycle) -> AsyncIterator[bytes]:
+    """The frames of /steps: live events from now on, until the process closes."""
+    async for event in lifecycle.until_closing(engine.events()):
+        yield frame(event)
+
+
+class EventStream(EventSourceResponse):
+    """`on_end` runs once the response is over, also when it never started or its client vanished."""
+
+    def __init__(
+        self,
+        frames: AsyncIterator[bytes],
+        config: ServerConfig,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(
+            frames,
+            media_type="text/event-stream; charset=utf-8",
+            sep="\n",
+            ping=config.ping_seconds,
+            ping_message_factory=lambda: ServerSentEvent(comment="ping", sep="\n"),
+            send_timeout=config.send_timeout_seconds,
+        )
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            # The client stopped reading. Its socket is full, so there is no way to tell it anything.
+            return
+        finally:
+            if self._on_end is not None:
+                self._on_end()
