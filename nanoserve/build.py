@@ -102,9 +102,7 @@ def pick_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f"--device {name!r} is no device; use auto, cpu or cuda") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"--device {name}: no CUDA device here, or none that torch can use; use --device cpu"
-        )
+        raise ConfigError(f"--device {name}: no CUDA device here, or none that torch can use; use --device cpu")
     return device
 
 

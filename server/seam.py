@@ -52,14 +52,26 @@ class Engine(Protocol):
 
 
 class Snapshot(Protocol):
-    health: dict[str, Any]
-    metrics: dict[str, Any]
-    model_names: tuple[str, ...]
-    max_model_len: int | None
-    created: int
-    """Unix seconds at which the model was opened."""
-    sampling_defaults: Mapping[str, float]
-    """`SamplingParams` fields the model's generation_config sets, for requests without them. Empty until known."""
+    @property
+    def health(self) -> dict[str, Any]: ...
+
+    @property
+    def metrics(self) -> dict[str, Any]: ...
+
+    @property
+    def model_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def max_model_len(self) -> int | None: ...
+
+    @property
+    def created(self) -> int:
+        """Unix seconds at which the model was opened."""
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """`SamplingParams` fields the model's generation_config sets, for requests that leave them out. Empty until
+        known."""
 
 
 class BootableEngine(Engine, Protocol):

@@ -1,0 +1,180 @@
+"""The `nanoserve` command: argv to configs, the cheap checks, and then the thing itself. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from nanoserve import __version__
+from nanoserve.boot import Booted, Report
+from nanoserve.config import EngineConfig
+from nanoserve.errors import StartupError
+
+UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; the exit code. A StartupError is one line on stderr and its own code."""
+    args = build_parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except StartupError as error:
+        print(f"nanoserve: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nanoserve", description="An LLM inference engine and streaming server.")
+    parser.add_argument("--version", action="version", version=f"nanoserve {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    serve = commands.add_parser("serve", help="serve a model over HTTP and WebSocket", formatter_class=_Formatter)
+    add_engine_flags(serve)
+    add_server_flags(serve)
+    serve.set_defaults(run=run_serve)
+    chat = commands.add_parser("chat", help="chat with a model in the terminal", formatter_class=_Formatter)
+    add_engine_flags(chat)
+    chat.add_argument("--system", help="system prompt")
+    chat.add_argument("--temperature", type=float, help="0 is greedy (default: the model's)")
+    chat.set_defaults(run=run_chat)
+    return parser
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Defaults in the help, except where the text already says what None means."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag for every field of EngineConfig."""
+    group = parser.add_argument_group("engine")
+    default = EngineConfig()
+    add = group.add_argument
+    add("--model", default=default.model, help="folder, .gguf file, hub id or short name")
+    add("--dtype", default=default.dtype, choices=["auto", "float32", "bfloat16", "float16"], help="of the weights")
+    add("--device", default=default.device, help="auto, cpu, cuda, cuda:1")
+    add("--threads", type=int, help="compute threads (default: one per core)")
+    add("--max-model-len", type=int, help="tokens of prompt and answer together (default: the model's, at most 2048)")
+    add("--max-sequences", type=int, default=default.max_sequences, help="sequences that run at once")
+    add("--max-queued", type=int, default=default.max_queued, help="waiting sequences before requests are refused")
+    add("--prefill-tokens", type=int, default=default.prefill_tokens, help="prompt tokens one step may compute")
+    add("--block-size", type=int, default=default.block_size, help="tokens in a K/V block")
+    add("--kv-memory", type=parse_bytes, dest="kv_memory_bytes", help="size of the K/V pool, such as 512M or 2G")
+    add("--kv-memory-share", type=float, default=default.kv_memory_share, help="of free memory, without --kv-memory")
+    add("--attention-read", default=default.attention_read, choices=["rectangle", "paged"], help="how K/V is read")
+    add("--width-multiple", type=int, default=default.width_multiple, help="widths are multiples of this")
+    for name, text in (
+        ("bucket-decode", "pad decode batches to a closed set of shapes"),
+        ("persist-inputs", "keep step inputs at fixed addresses"),
+        ("capture-decode", "record and replay decode graphs"),
+    ):
+        add(f"--{name}", action=argparse.BooleanOptionalAction, default=True, help=text)
+    add("--paranoid", action="store_true", help="check every invariant after every step")
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
+    add(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="require this key (repeatable); also NANOSERVE_API_KEY",
+    )
+    add(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="browser origin to allow (repeatable), or *",
+    )
+    add("--served-model-name", help="the model's name on the wire (default: from --model)")
+    add("--drain-seconds", type=float, default=30.0, help="how long generations may go on after SIGTERM")
+    add("--log-level", default="info", choices=["debug", "info", "warning", "error"], help="of log lines on stderr")
+
+
+def parse_bytes(text: str) -> int:
+    """`512M`, `2g`, `1.5G` or a plain number of bytes. Raises ArgumentTypeError."""
+    number = text.strip().lower().removesuffix("ib").removesuffix("b")
+    unit = number[-1:] if number[-1:] in UNITS else ""
+    try:
+        value = int(float(number.removesuffix(unit)) * UNITS[unit])
+    except (ValueError, OverflowError):
+        value = 0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write a number with K, M or G, such as 512M")
+    return value
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    fields: dict[str, Any] = {name: getattr(args, name) for name in EngineConfig.__slots__ if hasattr(args, name)}
+    return EngineConfig(**fields)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Check what is cheap to check, bind, and serve; the engine boots behind the open port."""
+    from nanoserve.async_engine import AsyncEngine
+    from nanoserve.metrics import Metrics
+    from nanoserve.source import check_source, resolve
+    from server.config import ServerConfig
+    from server.run import bind, serve
+
+    config = engine_config(args)
+    keys = [*args.api_key, *filter(None, [os.environ.get("NANOSERVE_API_KEY")])]
+    server_config = ServerConfig(
+        host=args.host,
+        port=args.port,
+        api_keys=tuple(keys),
+        allowed_origins=tuple(args.allow_origin),
+        served_model_name=args.served_model_name,
+        drain_seconds=args.drain_seconds,
+        log_level=args.log_level,
+    )
+    sockets = bind(server_config)
+    source = resolve(config.model)
+    check_source(source)
+    metrics = Metrics(__version__)
+
+    def boot(report: Report) -> Booted:
+        from nanoserve.build import build_engine
+
+        return build_engine(config, metrics, report)
+
+    name = server_config.served_model_name or source.name
+    engine = AsyncEngine(boot, metrics, model_names=(name,), version=__version__, max_queued=config.max_queued)
+    return serve(engine, server_config, sockets)
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    """Read lines, stream answers; an empty line or end of file ends it, Ctrl-C ends an answer."""
+    from nanoserve.llm import LLM
+
+    llm = LLM(config=engine_config(args))
+    history: list[dict[str, str]] = [{"role": "system", "content": args.system}] if args.system else []
+    params = llm.default_params(**({} if args.temperature is None else {"temperature": args.temperature}))
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            return 0
+        if not line:
+            return 0
+        history.append({"role": "user", "content": line})
+        answer = ""
+        try:
+            for text in llm.stream_chat(history, params):
+                print(text, end="", flush=True)
+                answer += text
+        except KeyboardInterrupt:
+            pass
+        print()
+        history.append({"role": "assistant", "content": answer})
