@@ -20,7 +20,7 @@ CHAT = "{{ bos_token }}{% for m in messages %}<|eot|>{{ m.role }}:{{ m.content }
 
 
 def byte_level(joins: tuple[str, ...] = ("Ġ Ġ", "h i", "Ġ hi"), **changes: Any) -> dict[str, Any]:
-    """Ids 0–3 are special, 4–259 the bytes, then what the merges give, last `<think>`, which prints. None drops a key."""
+    """Ids 0–3 are special, 4–259 the bytes, then what merges give, last the printing `<think>`. None drops a key."""
     tokens = [*SPECIALS, *byte_alphabet(), *(join.replace(" ", "") for join in joins), "<think>"]
     metadata = {
         "model": "gpt2",
@@ -94,9 +94,7 @@ def test_sentencepiece_merges_the_best_scored_pair_first(text: str) -> None:
     """The oracle is the algorithm as published: join the neighbours whose union scores best, the leftmost of equals."""
     parts = list(("▁" + text.replace(" ", "▁")) if text else "")
     while True:
-        joins = [
-            (-PIECES[a + b], at) for at, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in PIECES
-        ]
+        joins = [(-PIECES[a + b], at) for at, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in PIECES]
         if not joins:
             break
         at = min(joins)[1]

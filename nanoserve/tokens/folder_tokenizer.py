@@ -22,19 +22,25 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
     """Raises BadCheckpoint, naming the file, for what is missing, malformed or not supported."""
     config = _read_json(folder / "tokenizer_config.json")
-    named = _named_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
+    named = _named_tokens(config, _read_json(folder / "special_tokens_map.json"))
     backend = _open_backend(folder)
-    _add_configured_tokens(backend, config)
+    _add_configured_tokens(backend, config, folder / "tokenizer_config.json")
     spelling, byte_fallback, strips_leading_space = _read_decoder(backend, folder)
     added = backend.get_added_tokens_decoder()
     ids = {name: _id_of(backend, name, token, folder) for name, token in named.items()}
     bos, eos = ids.get("bos_token"), ids.get("eos_token")
     special = {token_id for token_id, token in added.items() if token.special}
     special |= {token_id for token_id in ids.values() if token_id is not None}
-    prefix, suffix = _frame(backend, config, bos, eos)
+    prefix, suffix = _frame(backend)
     return Tokenizer(
         backend,
-        TokenPieces(spelling, backend.id_to_token, frozenset(special), frozenset(added), byte_fallback),
+        TokenPieces(
+            spelling,
+            lambda token_id: backend.id_to_token(token_id) if 0 <= token_id < 2**31 else None,
+            frozenset(special),
+            frozenset(added),
+            byte_fallback,
+        ),
         vocab_size=backend.get_vocab_size(with_added_tokens=True),
         bos_token_id=bos,
         eos_token_ids=frozenset() if eos is None else frozenset({eos}),
@@ -58,15 +64,20 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and its like → text; in the files each is a string or an object with `content`."""
-    named = {}
-    for name in _NAMED_TOKENS:
-        token = config.get(name)
-        text = token.get("content") if isinstance(token, Mapping) else token
-        if isinstance(text, str):
-            named[name] = text
-    return named
+def _named_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and its like → text; in the files each is a string or an object with `content`.
+
+    The map is the older file: it wins where the config is as old, which shows by its listing no added tokens.
+    """
+
+    def texts(names: Mapping[str, Any]) -> dict[str, str]:
+        entries = {name: names.get(name) for name in _NAMED_TOKENS}
+        found = {name: entry.get("content") if isinstance(entry, Mapping) else entry for name, entry in entries.items()}
+        return {name: text for name, text in found.items() if isinstance(text, str)}
+
+    if "added_tokens_decoder" in config:
+        return {**texts(special_map), **texts(config)}
+    return {**texts(config), **texts(special_map)}
 
 
 def _open_backend(folder: Path) -> tokenizers.Tokenizer:
@@ -99,16 +110,25 @@ def _converted_backend(folder: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _add_configured_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Tokens that only tokenizer_config.json lists join those of tokenizer.json."""
+def _add_configured_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], path: Path) -> None:
+    """Tokens that only tokenizer_config.json lists join those of tokenizer.json, with the ids it gives them."""
     from tokenizers import AddedToken
 
-    listed = config.get("added_tokens_decoder")
+    try:
+        listed = sorted((int(key), dict(entry)) for key, entry in (config.get("added_tokens_decoder") or {}).items())
+        contents = [str(entry["content"]) for _, entry in listed]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BadCheckpoint(f"{path}: added_tokens_decoder is not a table of id → token: {error!r}") from error
     known = backend.get_added_tokens_decoder()
     flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
-    for key, entry in sorted((listed or {}).items(), key=lambda item: int(item[0])):
-        if int(key) not in known and isinstance(entry.get("content"), str):
-            backend.add_tokens([AddedToken(entry["content"], **{flag: bool(entry.get(flag)) for flag in flags})])
+    for (token_id, entry), content in zip(listed, contents, strict=True):
+        if token_id in known:
+            continue
+        backend.add_tokens([AddedToken(content, **{flag: bool(entry.get(flag)) for flag in flags})])
+        if (got := backend.token_to_id(content)) != token_id:
+            raise BadCheckpoint(
+                f"{path}: added_tokens_decoder gives {content!r} the id {token_id}, where tokenizer.json leads to {got}"
+            )
 
 
 def _id_of(backend: tokenizers.Tokenizer, name: str, token: str, folder: Path) -> int | None:
@@ -140,19 +160,13 @@ def _read_decoder(backend: tokenizers.Tokenizer, folder: Path) -> tuple[Spelling
     )
 
 
-def _frame(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], bos: int | None, eos: int | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(ids before, ids after) a raw prompt: by the config's flags where it has any, else by tokenizer.json's own
-    post-processor, which a probe shows."""
-    flags = [config.get(key) for key in ("add_bos_token", "add_eos_token")]
-    if any(isinstance(flag, bool) for flag in flags):
-        prefix = (bos,) if flags[0] and bos is not None else ()
-        return prefix, ((eos,) if flags[1] and eos is not None else ())
+def _frame(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(ids before, ids after) a raw prompt. tokenizer.json's post-processor decides, as in transformers, whatever the
+    flags in tokenizer_config.json say; a probe shows what it adds."""
     bare = backend.encode("a", add_special_tokens=False).ids
     framed = backend.encode("a", add_special_tokens=True).ids
     extra = len(framed) - len(bare)
-    at = next((start for start in range(extra + 1) if framed[start : start + len(bare)] == bare), 0)
+    at = next((start for start in range(extra, -1, -1) if framed[start : start + len(bare)] == bare), 0)
     return tuple(framed[:at]), tuple(framed[at + len(bare) :])
 
 
