@@ -104,6 +104,9 @@ class StopSearch:
         return self.match is not None and self._seen - max(self._lengths) >= self.match
 
     def feed(self, text: str) -> None:
+        if self.match is None and not any(self._lengths) and not any(stop[0] in text for stop in self._stops):
+            self._seen += len(text)  # most text begins no stop string; this is the whole cost of it
+            return
         for character in text:
             if self.decided:
                 return
