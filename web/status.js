@@ -6,6 +6,7 @@
 import { byId, setText } from "./dom.js";
 import { duration, integer } from "./format.js";
 
+const MOST_COUNTED = 10000;
 const READY = new Set(["ready", "degraded"]);
 const STAGES = {
   starting: "Starting",
@@ -19,6 +20,10 @@ const stageName = (stage) => {
   const words = STAGES[stage] ?? String(stage).replaceAll("_", " ");
   return words.charAt(0).toUpperCase() + words.slice(1);
 };
+
+/** Graphs are counted, bytes are not worth their digits. */
+const amount = (done, total) =>
+  total > MOST_COUNTED ? `${Math.floor((100 * done) / total)} %` : `${integer(done)} of ${integer(total)}`;
 
 export class Status {
   #onChange;
@@ -113,7 +118,7 @@ export class Status {
     if (!booting) return;
     const counted = boot.total > 0 && boot.done !== null;
     setText(byId("boot-stage"), stageName(boot.stage));
-    setText(byId("boot-count"), counted ? `${integer(boot.done)} of ${integer(boot.total)}` : "");
+    setText(byId("boot-count"), counted ? amount(boot.done, boot.total) : "");
     const eta = typeof boot.eta_seconds === "number" ? `about ${duration(boot.eta_seconds)} left` : "";
     setText(byId("boot-eta"), eta);
     const bar = byId("boot-bar");
@@ -145,6 +150,6 @@ export class Status {
     byId("notice").hidden = !text;
     setText(byId("notice-text"), text.trim());
     byId("notice-button").hidden = !label;
-    setText(byId("notice-button"), label);
+    if (label) setText(byId("notice-button"), label);
   }
 }
