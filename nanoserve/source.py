@@ -82,7 +82,9 @@ def hub_snapshot(hub_id: str, local_only: bool) -> Path:
 
 
 def resolve(model: str, *, hub: Hub = hub_snapshot, short_names: dict[str, EmbeddedModel] | None = None) -> ModelSource:
-    """Find the files `model` names. Only a hub id that is not in the local cache touches the network.
+    """Find the files `model` names: a short name, else a path, else a hub id (write ./NAME for a folder of that name).
+
+    Only a hub id that is not whole in the local cache touches the network.
 
     Raises ModelUnavailable when it names nothing that can be opened here, saying what was tried.
     """
@@ -90,7 +92,7 @@ def resolve(model: str, *, hub: Hub = hub_snapshot, short_names: dict[str, Embed
     path = Path(model).expanduser()
     if not model.strip():
         raise ModelUnavailable("the model argument is empty; give a folder, a .gguf file, a hub id or a short name")
-    if model in names and not path.exists():
+    if model in names:
         return _embedded(model, names[model])
     if path.is_dir():
         return _folder(path, path.resolve().name)

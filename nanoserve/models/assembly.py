@@ -6,6 +6,7 @@ and copied straight into its place in a stacked weight, so the peak is the model
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -56,6 +57,11 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         parts.append(_Part(HEAD, (config.vocab_size, config.hidden_size)))
     return {part.name: part.shape for part in parts}
+
+
+def weight_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Bytes of all weights at `itemsize` bytes a number, a tied head counted once."""
+    return sum(math.prod(shape) for shape in expected_tensors(config).values()) * itemsize
 
 
 def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -109,8 +115,7 @@ class _Loader:
         self._device = device
         self._progress = progress
         self._done = 0
-        elements = sum(torch.Size(shape).numel() for shape in expected_tensors(config).values())
-        self.total = elements * dtype.itemsize
+        self.total = weight_bytes(config, dtype.itemsize)
 
     def weights(self) -> DecoderWeights:
         config = self._config

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from nanoserve.errors import ConfigError
 from nanoserve.gguf_file import read_gguf
-from nanoserve.models.assembly import Checkpoint, Progress, assemble
+from nanoserve.models.assembly import Checkpoint, Progress, assemble, weight_bytes
 from nanoserve.models.config import DTYPES, ModelConfig
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.gguf_config import gguf_config
@@ -57,14 +57,15 @@ def load_model(
             config = read_hf_config(source.path)
             checkpoint = stack.enter_context(SafetensorsCheckpoint(source.path))
         torch_dtype: torch.dtype = getattr(torch, config.dtype if dtype == "auto" else dtype)
-        report = _Report(stack.enter_context(_bar(source.name, bar)), progress)
+        total = weight_bytes(config, torch_dtype.itemsize)
+        report = _Report(stack.enter_context(_bar(source.name, total, bar)), progress)
         weights = assemble(config, checkpoint, dtype=torch_dtype, device=target, progress=report)
     cos, sin = rope_tables(config.rope, config.head_dim, max_positions or config.max_position_embeddings, target)
     return LoadedModel(config, Decoder(config, weights, cos, sin))
 
 
-def _bar(name: str, shown: bool) -> tqdm:
-    return tqdm(desc=f"loading {name}", unit="B", unit_scale=True, disable=not shown, dynamic_ncols=True)
+def _bar(name: str, total: int, shown: bool) -> tqdm:
+    return tqdm(desc=f"loading {name}", total=total, unit="B", unit_scale=True, mininterval=0.5, disable=not shown)
 
 
 class _Report:
@@ -75,7 +76,6 @@ class _Report:
         self._progress = progress
 
     def __call__(self, done: int, total: int) -> None:
-        self._bar.total = total
         self._bar.update(done - self._bar.n)
         if self._progress is not None:
             self._progress(done, total)
