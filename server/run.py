@@ -119,14 +119,14 @@ class Server(uvicorn.Server):
         self.exit_code = 0
         self._app = app
         self._address = address
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._signals: list[float] = []
         self._hurry = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._watchdog: threading.Timer | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         try:
             await super().serve(sockets)
         finally:
@@ -136,9 +136,10 @@ class Server(uvicorn.Server):
                 self._watchdog.cancel()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # Watching starts before the engine does: a boot may fail before uvicorn has set up its listeners.
+        self._tasks.append(asyncio.create_task(self._watch_boot()))
+        await asyncio.sleep(0)
         await super().startup(sockets)
-        if self.started:
-            self._tasks.append(asyncio.create_task(self._watch_boot()))
 
     async def _watch_boot(self) -> None:
         async for event in self._app.engine.events():
@@ -157,15 +158,15 @@ class Server(uvicorn.Server):
         """Runs in the signal handler, on the main thread. Does not call super: uvicorn would close the listener and the
         sockets at once, and raise the signal again at the end."""
         now = time.monotonic()
-        if self._loop is None or (self._signals and now - self._signals[-1] <= SAME_SIGNAL_SECONDS):
+        if self.loop is None or (self._signals and now - self._signals[-1] <= SAME_SIGNAL_SECONDS):
             return
         self._signals.append(now)
         if len(self._signals) == 1:
             self._watch(self._app.config.drain_seconds + STUCK_SECONDS)
-            self._loop.call_soon_threadsafe(self.begin_drain)
+            self.loop.call_soon_threadsafe(self.begin_drain)
         elif len(self._signals) == 2:
             self._watch(STUCK_SECONDS)
-            self._loop.call_soon_threadsafe(self._hurry.set)
+            self.loop.call_soon_threadsafe(self._hurry.set)
         else:
             os._exit(1)
 

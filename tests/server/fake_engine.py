@@ -249,7 +249,7 @@ class ScriptedEngine:
         self.drains.append(seconds)
         self.set_stage("draining")
         deadline = time.monotonic() + seconds
-        while self.running and time.monotonic() < deadline and seconds <= self.drains[-1]:
+        while self.running and time.monotonic() < deadline and seconds <= self.drains[-1]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         for generation in list(self.running.values()):
             self._end(generation, "draining")
