@@ -41,8 +41,10 @@ def main() -> None:
         token_ids = transformers_greedy(model, prompt_ids, TOKENS)
         print(repr(text), "->", repr(tokenizer.decode(token_ids)))
         cases.append({"text": text, "prompt_ids": prompt_ids, "token_ids": token_ids})
-    content = {"file": path.name, "transformers": __version__, "dtype": "float32", "prompts": cases}
-    Path(__file__).with_name("smollm2_golden.json").write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+    head = {"file": path.name, "transformers": __version__, "dtype": "float32"}
+    lines = ",\n".join("  " + json.dumps(case, ensure_ascii=False) for case in cases)
+    content = json.dumps(head)[:-1] + ', "prompts": [\n' + lines + "\n]}\n"
+    Path(__file__).with_name("smollm2_golden.json").write_text(content, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def transformers_greedy(model: Any, ids: list[int], count: int) -> list[int]:
     generated: list[int] = []
     cache, feed = None, ids
     for _ in range(count):
-        output = model(torch.tensor([feed]), past_key_values=cache, use_cache=True)
-        cache, feed = output.past_key_values, [int(output.logits[0, -1].argmax())]
+        output = model(torch.tensor([feed]), cache=cache, use_cache=True)
+        cache, feed = output.cache, [int(output.logits[0, -1].argmax())]
         generated += feed
     return generated
