@@ -5,6 +5,7 @@ import { UNKNOWN, duration, integer, percent, rate, shapeName } from "./format.j
 import { Timeline } from "./timeline.js";
 
 const MOST_CELLS = 64;
+const SPEED_SECONDS = 2;
 const MOST_SHAPES = 7;
 
 function setFigure(id, text) {
@@ -12,9 +13,27 @@ function setFigure(id, text) {
   byId(id).classList.toggle("unknown", text === UNKNOWN);
 }
 
+/** Tokens per second over the last events: one event may be shorter than a step, and its own rate then jumps. */
+class Speed {
+  #samples = [];
+  #lastAt = 0;
+
+  over({ tokens_per_second: perSecond, running }) {
+    const now = performance.now() / 1000;
+    const seconds = Math.min(now - this.#lastAt, 1);
+    this.#lastAt = now;
+    if (!running && !perSecond) this.#samples = [];
+    this.#samples.push({ now, seconds, tokens: perSecond * seconds });
+    while (this.#samples[0].now < now - SPEED_SECONDS) this.#samples.shift();
+    const sum = (name) => this.#samples.reduce((total, sample) => total + sample[name], 0);
+    return sum("tokens") / sum("seconds");
+  }
+}
+
 export class Live {
   #timeline = new Timeline(byId("timeline"));
   #shapes = new Map();
+  #speed = new Speed();
   #events = 0;
 
   constructor() {
@@ -32,16 +51,18 @@ export class Live {
   update(event) {
     const shapes = (event.shapes ?? []).filter((shape) => shape.count > 0);
     this.#events += 1;
-    setFigure("tokens-per-second", rate(event.tokens_per_second));
+    setFigure("tokens-per-second", rate(this.#speed.over(event)));
     setFigure("running", integer(event.running));
     setFigure("waiting", integer(event.waiting));
     const promised = event.hits + event.misses;
     if (promised > 0) setFigure("hit-rate", percent(event.hits / promised));
     byId("hit-rate").classList.toggle("bad", event.misses > 0);
-    byId("live").dataset.busy = String(shapes.length > 0);
+    const busy = shapes.length > 0 || event.running > 0;
+    byId("live").dataset.busy = String(busy);
     this.#showBlocks(event.blocks_used, event.blocks_total);
     this.#timeline.add(shapes);
-    if (!shapes.length) return this.#dim();
+    if (!busy) this.#dim();
+    if (!shapes.length) return;
     this.#showNow(shapes);
     for (const shape of shapes) this.#count(shape);
     this.#showShapes();

@@ -10,6 +10,7 @@ const PROTOCOL = "nanoserve.v1";
 const KEY_PREFIX = "nanoserve.key.";
 const KEY_ITEM = "nanoserve.key";
 const FIRST_WAIT_SECONDS = 0.5;
+const PROBE_MILLISECONDS = 5000;
 const LONGEST_WAIT_SECONDS = 10;
 
 /** Unpadded base64url of the UTF-8 bytes: the alphabet a subprotocol name may use. */
@@ -90,16 +91,16 @@ export class Socket {
   /** HTTP status of a route that asks for the key, null if there is no server. */
   async #probe() {
     try {
-      return (await this.fetch("v1/models")).status;
+      return (await this.fetch("v1/models", { signal: AbortSignal.timeout(PROBE_MILLISECONDS) })).status;
     } catch {
       return null;
     }
   }
 
   /** A plain request with the key, for the little that is asked outside the socket. */
-  fetch(path) {
-    const key = this.key;
-    return fetch(path, { cache: "no-store", headers: key ? { authorization: `Bearer ${key}` } : {} });
+  fetch(path, options = {}) {
+    const headers = this.key ? { authorization: `Bearer ${this.key}` } : {};
+    return fetch(path, { cache: "no-store", headers, ...options });
   }
 
   #wait(reason) {

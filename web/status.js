@@ -12,8 +12,6 @@ const STAGES = {
   starting: "Starting",
   loading: "Loading the model",
   warming: "Recording graphs",
-  draining: "Shutting down",
-  failed: "The engine failed",
 };
 
 const stageName = (stage) => {
@@ -31,6 +29,7 @@ export class Status {
   #link = { state: "connecting" };
   #boot = null;
   #error = "";
+  #failure = "";
   #retryAt = 0;
   #ticker = 0;
 
@@ -77,6 +76,7 @@ export class Status {
   /** A `boot` event. A `steps` event without one before it means that the engine is up. */
   setBoot(event) {
     this.#boot = event;
+    this.#failure = event.stage === "failed" ? `The engine failed: ${event.message ?? "see the server's log"}` : "";
     this.#show();
   }
 
@@ -135,11 +135,14 @@ export class Status {
     this.#onButton = () => {};
     if (this.#link.state === "waiting") {
       const left = Math.max(0, Math.ceil((this.#retryAt - performance.now()) / 1000));
-      text = `No connection: ${this.#link.reason}. Next try in ${left} s.`;
+      // A boot that fails ends the process, so its last word outlives the connection it came on.
+      text = `${this.#failure && `${this.#failure}. `}No connection: ${this.#link.reason}. Next try in ${left} s.`;
       label = "Try now";
       this.#onButton = this.onRetry;
-    } else if (this.#boot?.stage === "failed" || this.#boot?.stage === "draining") {
-      text = `${stageName(this.#boot.stage)}. ${this.#boot.message ?? this.#boot.error ?? ""}`;
+    } else if (this.#failure) {
+      text = `${this.#failure}.`;
+    } else if (this.#boot?.stage === "draining") {
+      text = "The server is shutting down; what runs is being finished.";
     } else if (this.#boot?.stage === "degraded") {
       text = "Ready, but not every shape was recorded: see /health for which.";
     } else if (this.#error) {
@@ -148,7 +151,7 @@ export class Status {
       this.#onButton = () => this.setError("");
     }
     byId("notice").hidden = !text;
-    setText(byId("notice-text"), text.trim());
+    setText(byId("notice-text"), text);
     byId("notice-button").hidden = !label;
     if (label) setText(byId("notice-button"), label);
   }

@@ -14,7 +14,6 @@ const SMALLEST_TOP = 4;
 export class Timeline {
   #canvas;
   #columns = [];
-  #lastAt = 0;
 
   constructor(canvas) {
     this.#canvas = canvas;
@@ -25,12 +24,12 @@ export class Timeline {
   /** Add what happened since the last event: `shapes` as they come in a `steps` event. */
   add(shapes) {
     const now = performance.now() / 1000;
-    const gap = now - this.#lastAt;
-    this.#lastAt = now;
     if (shapes.length) {
-      const busy = shapes.reduce((sum, shape) => sum + (shape.seconds ?? 0), 0);
-      const length = gap <= JOIN_SECONDS ? gap : Math.min(gap, Math.max(busy, SHORTEST_SECONDS));
-      this.#columns.push({ from: now - length, to: now, ...tallest(shapes) });
+      // A column is as long as its steps took, and reaches the one before it if nearly nothing lies between them.
+      const busy = Math.max(SHORTEST_SECONDS, shapes.reduce((sum, shape) => sum + (shape.seconds ?? 0), 0));
+      const before = this.#columns.at(-1)?.to ?? -Infinity;
+      const from = now - before <= busy + JOIN_SECONDS ? before : now - busy;
+      this.#columns.push({ from, to: now, ...tallest(shapes) });
     }
     while (this.#columns.length && this.#columns[0].to < now - SPAN_SECONDS) this.#columns.shift();
     this.draw();

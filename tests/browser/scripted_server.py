@@ -46,11 +46,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--boot-seconds", type=float, default=0.0)
+    parser.add_argument("--boot-failure", help="message with which the boot ends")
     parser.add_argument("--api-key", action="append", default=[])
     options = parser.parse_args()
     loading = ("loading", 70_000_000, 100_000_000, None)
     warming = [("warming", done, GRAPHS, (GRAPHS - done) * options.boot_seconds) for done in range(GRAPHS)]
-    engine = ScriptedEngine(script=script, boot=Boot([loading, *warming], options.boot_seconds))
+    failure = (options.boot_failure, 5) if options.boot_failure else None
+    engine = ScriptedEngine(script=script, boot=Boot([loading, *warming], options.boot_seconds, failure))
     config = ServerConfig(port=options.port, api_keys=tuple(options.api_key), drain_seconds=DRAIN_SECONDS)
     return serve(engine, config)
 

@@ -160,6 +160,17 @@ def test_boot_progress_is_shown_when_the_engine_loads(open_chat: Open) -> None:
         assert "Paris" in chat.text()
 
 
+def test_reason_stays_when_the_boot_fails_and_the_server_is_gone(open_chat: Open) -> None:
+    message = "tensor output.weight is truncated"
+    with scripted(free_port(), "--boot-seconds", "0.15", "--boot-failure", message) as server:
+        chat = open_chat(server.url)
+        assert server.process.wait(10) == 5
+    until(lambda: "does not answer" in chat.shown("notice-text"), "a try has failed")
+    assert chat.shown("notice-text").startswith(f"The engine failed: {message}. No connection:")
+    assert not chat.tab.locator("#send").is_enabled()
+    forget(chat, "ERR_CONNECTION_REFUSED")
+
+
 def test_page_reconnects_when_the_server_comes_back(open_chat: Open) -> None:
     port = free_port()
     with scripted(port) as server:
