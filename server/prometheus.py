@@ -86,7 +86,7 @@ def render(metrics: dict[str, Any], *, openmetrics: bool) -> str:
         samples = [("", _labels(shape), shape[key]) for shape in metrics["shapes"]]
         page.family(name, "counter", samples)
     for key, window in metrics["latency"].items():
-        quantiles = [("", {"quantile": f"0.{q}"}, window[f"p{q}"]) for q in (50, 90, 99)]
+        quantiles = [("", {"quantile": q / 100}, window[f"p{q}"]) for q in (50, 90, 99)]
         page.family(key, "summary", [*quantiles, ("_count", {}, window["count"])])
     return page.text()
 

@@ -1,16 +1,19 @@
-"""uvicorn's httptools protocol with a bound on what a client may send before its headers are complete.
+"""uvicorn's httptools protocol with a bound on what a client may send before its headers are complete, and with our
+error shape where there is no request yet that the app could answer.
 
 The parser underneath collects a header of any size; the ASGI app would see it only when it is in memory already.
 """
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-_TOO_LARGE = b'{"error":{"message":"the headers are over the limit of %d bytes; send fewer or shorter ones",'
-_TOO_LARGE += b'"type":"invalid_request_error","param":null,"code":"headers_too_large"}}'
+from nanoserve.errors import ClientError, InvalidRequest
+from server.failures import HeadersTooLarge, describe
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -34,8 +37,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._in_headers:
             return
         self._header_bytes += len(data)
-        if self._header_bytes > self._max_header_bytes and not self.transport.is_closing():
-            body = _TOO_LARGE % self._max_header_bytes
-            head = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-            self.transport.write(head + b"connection: close\r\n" + b"content-length: %d\r\n\r\n" % len(body) + body)
-            self.transport.close()
+        limit = self._max_header_bytes
+        if self._header_bytes > limit and not self.transport.is_closing():
+            size = self._header_bytes
+            message = f"the headers are over {size:,} bytes; the limit is {limit:,}; send fewer or shorter ones"
+            self._refuse(HeadersTooLarge(message))
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn when the parser gives up."""
+        self._refuse(InvalidRequest("this is not a valid HTTP/1.1 request; check its headers", code="invalid_http"))
+
+    def _refuse(self, error: ClientError) -> None:
+        failure = describe(error)
+        body = msgspec.json.encode(failure.body)
+        head = f"HTTP/1.1 {failure.status} {HTTPStatus(failure.status).phrase}\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(head.encode() + body)
+        self.transport.close()

@@ -40,9 +40,11 @@ logger = logging.getLogger("nanoserve.server")
 def bind(config: ServerConfig) -> list[socket.socket]:
     """Listening sockets for every address of the host, all on one port. Raises PortTaken or ConfigError."""
     host, port = config.host, config.port
+    if not 0 <= port <= 65_535:
+        raise ConfigError(f"port is {port}; the limit is 65535; pass another --port")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ConfigError(f"host {host!r} has no address ({error}); pass another --host") from error
     bound: list[socket.socket] = []
     try:

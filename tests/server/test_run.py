@@ -1,0 +1,238 @@
+"""The process: binding, exit codes, signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import requests
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+from nanoserve.errors import ConfigError, PortTaken
+from server.config import ServerConfig
+from server.run import bind, page_address, serve
+from tests.server.fake_engine import ScriptedEngine
+from tests.server.support import CHAT, payloads, wait_until
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Process:
+    """The scripted server as a process of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "tests.server.fake_app", "--port", str(self.port), *arguments]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def answers(self, path: str) -> bool:
+        try:
+            return requests.get(self.url + path, timeout=2).status_code == 200
+        except requests.ConnectionError:
+            return False
+
+    def end(self) -> tuple[int, str, str]:
+        output, errors = self.process.communicate(timeout=20)
+        return self.process.returncode, output, errors
+
+
+@contextmanager
+def process(*arguments: str, ready: bool = True) -> Iterator[Process]:
+    child = Process(*arguments)
+    try:
+        if ready:
+            wait_until(lambda: child.answers("/health"), 15)
+        yield child
+    finally:
+        if child.process.poll() is None:
+            child.process.kill()
+        child.process.communicate()
+
+
+def endless(url: str) -> bytes:
+    body = {"messages": [{"role": "user", "content": "long"}], "stream": True}
+    return requests.post(url + CHAT, json=body, timeout=20).content
+
+
+# --- binding
+
+
+def test_bind_gives_listening_sockets_on_one_port() -> None:
+    sockets = bind(ServerConfig(host="localhost", port=0))
+    try:
+        assert len({sock.getsockname()[1] for sock in sockets}) == 1
+        with socket.create_connection(("127.0.0.1", sockets[0].getsockname()[1]), timeout=2):
+            pass
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+def test_bind_names_the_port_when_it_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortTaken, match=f"port {port} on 127.0.0.1 is taken .* --port"):
+            bind(ServerConfig(port=port))
+
+
+@pytest.mark.parametrize(("host", "port"), [("no.such.host.invalid", 0), ("192.0.2.1", 0)])
+def test_bind_names_the_address_when_it_is_none_of_ours(host: str, port: int) -> None:
+    with pytest.raises(ConfigError, match=host.replace(".", r"\.")):
+        bind(ServerConfig(host=host, port=port))
+
+
+@pytest.mark.parametrize("port", [-1, 65_536])
+def test_bind_names_the_limit_when_the_port_is_no_port(port: int) -> None:
+    with pytest.raises(ConfigError, match=f"port is {port}; the limit is 65535"):
+        bind(ServerConfig(port=port))
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000/"),
+        ("0.0.0.0", "http://127.0.0.1:8000/"),
+        ("::", "http://[::1]:8000/"),
+        ("::1", "http://[::1]:8000/"),
+        ("my.host", "http://my.host:8000/"),
+    ],
+)
+def test_page_address_is_one_a_browser_can_open(host: str, address: str) -> None:
+    assert page_address(ServerConfig(host=host), 8000) == address
+
+
+def test_exit_code_is_3_with_one_line_and_no_engine_when_the_port_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = ScriptedEngine()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert serve(engine, ServerConfig(port=taken.getsockname()[1])) == 3
+    assert not engine.entered
+    captured = capsys.readouterr()
+    assert len(captured.err.splitlines()) == 1
+    assert captured.out == ""
+
+
+# --- exit codes
+
+
+def test_process_ends_with_the_boots_own_code_when_it_fails() -> None:
+    with process("--fail", "5", "--boot-seconds", "0.02", ready=False) as child:
+        code, _, errors = child.end()
+    assert code == 5
+    assert errors == "nanoserve: the scripted boot fails\n"
+
+
+def test_process_prints_the_page_address_when_ready() -> None:
+    with process("--boot-seconds", "0.01") as child:
+        child.process.send_signal(signal.SIGTERM)
+        code, output, errors = child.end()
+    assert code == 0
+    assert output.splitlines() == [
+        f"nanoserve listens on {child.url}/ and loads the model behind it",
+        f"nanoserve is ready: {child.url}/",
+    ]
+    assert errors == ""
+
+
+def test_process_ends_at_once_when_it_is_told_to_while_booting() -> None:
+    with process("--boot-seconds", "30", ready=False) as child:
+        wait_until(lambda: child.answers("/livez"), 15)
+        child.process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        assert child.end()[0] == 0
+        assert time.monotonic() - started < 3
+
+
+# --- signals with open streams
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_streams_end_truly_and_the_code_is_0_when_a_signal_comes(number: signal.Signals) -> None:
+    with process("--boot-seconds", "0.01", "--drain-seconds", "0.7") as child, ThreadPoolExecutor(5) as pool:
+        streams = [pool.submit(endless, child.url) for _ in range(5)]
+        with connect(child.url.replace("http", "ws") + "/ws") as websocket:
+            websocket.send('{"type":"generate","id":"a","prompt":"long","max_tokens":2000}')
+            websocket.recv(timeout=5)
+            wait_until(lambda: requests.get(child.url + "/metrics", timeout=2).json()["requests"]["running"] == 6)
+            child.process.send_signal(number)
+            wait_until(lambda: requests.get(child.url + "/health", timeout=2).json()["status"] == "draining")
+            refused = requests.post(child.url + CHAT, json={"messages": [{"role": "user", "content": "x"}]}, timeout=2)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            frames, close_code = _rest(websocket)
+        code, _, errors = child.end()
+        last = [payloads(stream.result())[-1] for stream in streams]
+    assert [chunk["error"]["code"] for chunk in last] == ["draining"] * 5
+    assert '"finish_reason":"draining"' in frames[-1]
+    assert close_code in (1001, 1012)
+    assert (code, errors) == (0, "")
+
+
+def _rest(websocket: ClientConnection) -> tuple[list[str], int | None]:
+    frames: list[str] = []
+    while True:
+        try:
+            frames.append(str(websocket.recv(timeout=10)))
+        except ConnectionClosed as closed:
+            return frames, closed.rcvd.code if closed.rcvd else None
+
+
+def test_second_signal_is_taken_for_the_first_when_it_comes_at_once() -> None:
+    with process("--boot-seconds", "0.01", "--drain-seconds", "1.5") as child, ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(endless, child.url)
+        wait_until(lambda: requests.get(child.url + "/metrics", timeout=2).json()["requests"]["running"] == 1)
+        started = time.monotonic()
+        child.process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        child.process.send_signal(signal.SIGINT)
+        code, _, errors = child.end()
+        assert payloads(stream.result())[-1]["error"]["code"] == "draining"
+    assert (code, errors) == (0, "")
+    assert time.monotonic() - started > 1.4
+
+
+def test_streams_end_at_once_when_a_second_signal_comes_later() -> None:
+    with process("--boot-seconds", "0.01", "--drain-seconds", "60") as child, ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(endless, child.url)
+        wait_until(lambda: requests.get(child.url + "/metrics", timeout=2).json()["requests"]["running"] == 1)
+        child.process.send_signal(signal.SIGTERM)
+        time.sleep(1.1)
+        child.process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        code, _, errors = child.end()
+        assert payloads(stream.result())[-1]["error"]["code"] == "draining"
+    assert (code, errors) == (0, "")
+    assert time.monotonic() - started < 3
+
+
+# --- what an import costs
+
+
+def test_server_and_engine_front_import_without_torch_and_transformers() -> None:
+    check = (
+        "import sys, server.app, server.run, nanoserve.async_engine\n"
+        "heavy = sorted({'torch', 'transformers', 'gguf', 'numpy'} & set(sys.modules))\n"
+        "assert not heavy, heavy\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", check], cwd=ROOT, env=environment, check=True, timeout=60)
+
+
+def test_root_logger_is_left_alone_when_the_server_is_imported() -> None:
+    check = "import logging, server.run; assert not logging.getLogger().handlers"
+    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, timeout=60)
