@@ -1,0 +1,1 @@
+"""Models: `config` says what a checkpoint holds (no torch), `load` turns it into a `decoder` that runs."""

@@ -191,10 +191,19 @@ def _dtype(fields: Fields, folder: Path) -> DTypeName:
 def _sampling(generation: Fields) -> SamplingDefaults:
     if not generation.flag("do_sample", False):
         return SamplingDefaults()
-    return SamplingDefaults(
+    sampling = SamplingDefaults(
         temperature=generation.optional_number("temperature"),
         top_k=generation.optional_integer("top_k", low=0),
         top_p=generation.optional_number("top_p"),
         min_p=generation.optional_number("min_p"),
         repetition_penalty=generation.optional_number("repetition_penalty"),
     )
+    if sampling.temperature is not None and sampling.temperature < 0:
+        generation.refuse("temperature", "it must not be below 0")
+    if sampling.top_p is not None and not 0 < sampling.top_p <= 1:
+        generation.refuse("top_p", "it must be above 0 and at most 1")
+    if sampling.min_p is not None and not 0 <= sampling.min_p <= 1:
+        generation.refuse("min_p", "it must lie between 0 and 1")
+    if sampling.repetition_penalty is not None and not sampling.repetition_penalty > 0:
+        generation.refuse("repetition_penalty", "it must be above 0")
+    return sampling

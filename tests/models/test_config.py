@@ -89,6 +89,14 @@ def test_sampling_defaults_are_taken_when_the_model_samples(tmp_path: Path) -> N
     assert read(tmp_path, generation=sampled | {"do_sample": False}).sampling == SamplingDefaults()
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("temperature", -1), ("top_p", 0), ("top_k", -1), ("min_p", 2), ("repetition_penalty", 0)]
+)
+def test_sampling_default_is_named_when_out_of_range(field: str, value: float, tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match=rf"generation_config\.json: {field} is {value}"):
+        read(tmp_path, generation={"do_sample": True, field: value})
+
+
 @pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
 def test_dtype_is_read_when_either_name_is_used(field: str, tmp_path: Path) -> None:
     assert read(tmp_path, **({"dtype": None} | {field: "bfloat16"})).dtype == "bfloat16"

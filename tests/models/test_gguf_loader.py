@@ -76,6 +76,13 @@ def test_blocks_equal_the_librarys_when_dequantised(kind: str) -> None:
     assert np.array_equal(values.numpy(), expected)
 
 
+@pytest.mark.parametrize("shape", [(1, 256), (7, 256), (48, 256), (64, 12288), (512,)])
+def test_blocks_are_the_same_when_rows_are_joined(shape: tuple[int, ...]) -> None:
+    raw = random_blocks(shape, "Q5_1", np.random.default_rng(4))
+    expected = dequantize(raw, GGMLQuantizationType.Q5_1)
+    assert np.array_equal(read_tensor(raw.reshape(-1), "Q5_1", shape).numpy(), expected)
+
+
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")])
 def test_auto_dtype_is_the_files_own_when_it_is_a_float_type(kind: str, dtype: str, tmp_path: Path) -> None:
     path = write_gguf(write_model(tmp_path / "hf"), tmp_path / "model.gguf", kind)

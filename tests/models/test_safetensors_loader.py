@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanoserve.errors import BadCheckpoint, ConfigError
-from nanoserve.models.assembly import weight_bytes
+from nanoserve.errors import BadCheckpoint, ConfigError, OutOfMemory
+from nanoserve.models.assembly import assemble, weight_bytes
 from nanoserve.models.config import load_config
 from nanoserve.models.load import LoadedModel, load_model
+from nanoserve.models.safetensors_loader import SafetensorsCheckpoint
 from tests.models.dense import dense_logits
 from tests.models.tiny import source_of, token_ids, write_model
 
@@ -109,6 +110,32 @@ def test_rope_tables_have_the_length_asked_for_when_loaded(tmp_path: Path) -> No
 def test_dtype_is_refused_when_unknown(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'int4'.*bfloat16"):
         load(write_model(tmp_path / "model"), "int4")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 bytes")])
+def test_remedy_is_named_when_the_weights_do_not_fit(error: Exception, tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemory, match=r"bytes of weights do not fit on cpu; .*--dtype"):
+        assemble_failing_with(error, write_model(tmp_path / "model"))
+
+
+def test_other_errors_pass_when_the_weights_are_read(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="something else"):
+        assemble_failing_with(RuntimeError("something else"), write_model(tmp_path / "model"))
+
+
+def assemble_failing_with(error: Exception, folder: Path) -> None:
+    class Failing(SafetensorsCheckpoint):
+        def fetch(self, name: str) -> Tensor:
+            raise error
+
+    with Failing(folder) as checkpoint:
+        assemble(
+            load_config(source_of(folder)),
+            checkpoint,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            progress=lambda done, total: None,
+        )
 
 
 def test_tensor_is_named_when_missing(tmp_path: Path) -> None:
