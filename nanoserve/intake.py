@@ -6,6 +6,7 @@ context, which itself fits the K/V pool.
 
 from __future__ import annotations
 
+import math
 import secrets
 from dataclasses import replace
 
@@ -14,9 +15,22 @@ from nanoserve.request import ChatPrompt, Request, SamplingParams, TextPrompt
 from nanoserve.sequence import Sequence
 from nanoserve.tokens import Tokenizer
 
-GREEDY_BELOW = 1e-4
-"""Temperatures under this are greedy: dividing logits by them overflows without changing the choice."""
+GREEDY_UP_TO = 1e-4
+"""Temperatures up to this are greedy: dividing logits by them loses digits without changing the choice."""
 SEED_MASK = (1 << 63) - 1
+MAX_TOP_LOGPROBS = 20
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, math.inf),
+    "top_k": (-1, math.inf),
+    "min_p": (0.0, 1.0),
+    "n": (1, math.inf),
+    "max_tokens": (1, math.inf),
+    "repetition_penalty": (1e-6, 1e6),
+    "presence_penalty": (-1e2, 1e2),
+    "frequency_penalty": (-1e2, 1e2),
+    "logprobs": (0, MAX_TOP_LOGPROBS),
+}
+"""What can be computed, whoever asks; a door may be narrower (the wire takes the OpenAI API's ranges)."""
 
 
 class Intake:
@@ -44,13 +58,17 @@ class Intake:
     def sequences(self, request: Request) -> list[Sequence]:
         """One Sequence for each choice. Raises InvalidRequest, ContextLengthExceeded or Unsupported."""
         params = request.params
+        check_ranges(params)
         self._check_ids("logit_bias", [token for token, _ in params.logit_bias])
         self._check_ids("stop_token_ids", params.stop_token_ids)
         prompt_ids = self._prompt_ids(request)
         max_tokens = self._max_tokens(len(prompt_ids), params)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        greedy = params.temperature < GREEDY_BELOW
-        params = replace(params, temperature=0.0) if greedy else params
+        params = replace(
+            params,
+            temperature=params.temperature if params.temperature > GREEDY_UP_TO else 0.0,
+            top_k=params.top_k if 0 < params.top_k < self._vocab_size else 0,
+        )
         return [
             Sequence(
                 request_id=request.request_id,
@@ -107,3 +125,17 @@ class Intake:
                 raise InvalidRequest(
                     f"{param} names token {token}; the vocabulary has ids 0 to {self._vocab_size - 1:,}", param=param
                 )
+
+
+def check_ranges(params: SamplingParams) -> None:
+    """Raises InvalidRequest, naming the field, for a value no sampler can honour."""
+    for name, (low, high) in RANGES.items():
+        value = getattr(params, name)
+        if value is not None and not (low <= value <= high and math.isfinite(value)):
+            bound = f"from {low:g} to {high:g}" if math.isfinite(high) else f"finite and at least {low:g}"
+            raise InvalidRequest(f"{name} is {value}; it must be {bound}", param=name)
+    if not 0.0 < params.top_p <= 1.0:
+        raise InvalidRequest(f"top_p is {params.top_p}; it must be above 0 and at most 1", param="top_p")
+    for token, bias in params.logit_bias:
+        if not math.isfinite(bias):
+            raise InvalidRequest(f"logit_bias of token {token} is {bias}; it must be finite", param="logit_bias")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -76,6 +77,7 @@ class LLM:
         self._engine = booted.engine
         self._outputs = OutputProcessor(booted.intake.tokenizer, booted.engine.finish, self.metrics)
         self._ids = count()
+        self._undelivered: list[NewToken] = []
 
     @property
     def tokenizer(self) -> Any:
@@ -122,10 +124,9 @@ class LLM:
         deltas: list[Delta] = []
         prompt = ChatPrompt(tuple(dict(message) for message in messages))
         request = self._submit(prompt, params or self.default_params(), deltas.append)
-        undelivered: list[NewToken] = []
         try:
             while request.request_id in self._outputs:
-                undelivered = self._step(undelivered)
+                self._step()
                 for delta in deltas:
                     yield delta.text
                 deltas.clear()
@@ -144,23 +145,33 @@ class LLM:
             try:
                 for prompt, param, result in zip(prompts, each, results, strict=True):
                     requests.append(self._submit(prompt, param, _Collector(result, bar)))
-                undelivered: list[NewToken] = []
-                while self._outputs.open_requests:
-                    undelivered = self._step(undelivered)
+                unfinished = deque(requests)
+                while unfinished:
+                    if unfinished[0].request_id in self._outputs:
+                        self._step()
+                    else:
+                        unfinished.popleft()
             finally:
                 for request in requests:
                     self._outputs.end(request.request_id, "cancelled")
         return results
 
-    def _step(self, undelivered: list[NewToken]) -> list[NewToken]:
-        """Run one step and deliver the one before, in the server's order."""
-        plan = self._engine.plan()
-        if plan is None:
+    def _step(self) -> None:
+        """Run one step and deliver the one before, in the server's order.
+
+        An interrupt leaves an LLM that can be used again: the step it fell into is as if it had not been planned.
+        """
+        try:
+            plan = self._engine.plan()
+            undelivered, self._undelivered = self._undelivered, []
+            if plan is not None:
+                self._outputs.scheduled(plan.chunk_sequences)
             self._outputs.deliver(undelivered)
-            return []
-        self._outputs.scheduled(plan.chunk_sequences)
-        self._outputs.deliver(undelivered)
-        return self._engine.commit(plan, self._engine.launch(plan))
+            if plan is not None:
+                self._undelivered = self._engine.commit(plan, self._engine.launch(plan))
+        except BaseException:
+            self._engine.scheduler.abandon()
+            raise
 
     def _submit(self, prompt: Prompt, params: SamplingParams, sink: Any) -> Request:
         request = Request(f"offline-{next(self._ids)}", prompt, params)

@@ -38,7 +38,7 @@ class Window:
             self._samples.popleft()
         values = sorted(value for _, value in self._samples)
         result: dict[str, float | int | None] = {
-            f"p{q}": values[min(len(values) - 1, (len(values) * q) // 100)] if values else None for q in (50, 90, 99)
+            f"p{q}": values[-(-len(values) * q // 100) - 1] if values else None for q in (50, 90, 99)
         }
         result["count"] = self.count
         return result

@@ -13,7 +13,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from nanoserve.metrics import Metrics
-from nanoserve.request import Delta, Finished, FinishReason, GraphUse, Request, Timings, TokenLogprob, Usage
+from nanoserve.request import ChatPrompt, Delta, Finished, FinishReason, GraphUse, Request, Timings, TokenLogprob, Usage
 from nanoserve.sequence import NewToken, Sequence
 from nanoserve.tokens import StreamDecoder, Tokenizer
 
@@ -69,8 +69,10 @@ class OutputProcessor:
 
     def open(self, request: Request, sequences: SequenceOf[Sequence], sink: Sink, submitted_at: float) -> None:
         """Begin to follow a request; `submitted_at` is when it arrived, by this processor's clock."""
-        stops = request.params.stop
-        choices = [Choice(sequence, StreamDecoder(self._tokenizer, stops)) for sequence in sequences]
+        stops, continues = request.params.stop, not isinstance(request.prompt, ChatPrompt)
+        choices = [
+            Choice(sequence, StreamDecoder(self._tokenizer, stops, continues_text=continues)) for sequence in sequences
+        ]
         self._open[request.request_id] = OpenRequest(request, choices, sink, submitted_at)
 
     def scheduled(self, sequences: Iterable[Sequence]) -> None:
@@ -122,7 +124,9 @@ class OutputProcessor:
             self._finish_sequence(sequence, "stop")
             self._close_choice(state, choice, "stop", text)
         elif sequence.finish_reason is not None:
-            self._close_choice(state, choice, sequence.finish_reason, text + choice.decoder.finish())
+            text += choice.decoder.finish()
+            # A complete stop string may have waited for one that began before it: it counts once nothing can follow.
+            self._close_choice(state, choice, "stop" if choice.decoder.stopped else sequence.finish_reason, text)
         elif text:
             state.sink(self._delta(choice, text))
 

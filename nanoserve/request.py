@@ -16,8 +16,8 @@ FinishReason = Literal["stop", "length", "tool_calls", "timeout", "cancelled", "
 class SamplingParams:
     """How the tokens of one request are chosen and when they stop. Ranges are the OpenAI API's, widened where noted.
 
-    temperature   0 or below 1e-4 is greedy (ties take the lowest id); at most 2 on the wire
-    top_k         0 is off; keep the k most likely tokens
+    temperature   0 to 1e-4 is greedy (ties take the lowest id); at most 2 on the wire
+    top_k         0 and -1 are off; keep the k most likely tokens
     top_p         (0, 1]; keep the smallest set of most likely tokens whose probability reaches top_p
     min_p         [0, 1]; drop tokens less likely than min_p times the most likely one
     seed          None draws one; tokens depend on (seed, choice, position) and nothing else

@@ -231,6 +231,22 @@ class Scheduler:
                     self._leave(sequence, State.FINISHED)
         return taken
 
+    def abandon(self) -> None:
+        """The step in flight raised: which of its edits and writes happened is unknown, so nothing it touched is kept.
+
+        Whatever still runs goes back to the queue and is computed again. Without a step in flight it does nothing.
+        """
+        if self._in_flight is None:
+            return
+        self._in_flight = None
+        running = [sequence for sequence in self._rows if sequence is not None]
+        for sequence in sorted(running, key=lambda s: s.arrival, reverse=True):
+            if sequence.finish_reason is not None:
+                self._leave(sequence, State.FINISHED)
+            else:
+                self._preempt(sequence)
+        self._dirty.update(range(len(self._rows)))
+
     # --- integrity -----------------------------------------------------------------------------------------
 
     def check(self) -> None:

@@ -218,6 +218,13 @@ def test_one_leading_space_goes_when_the_tokenizer_strips_it(tokens: list[str], 
     assert "".join(deltas) == expected == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("tokens", [[" Paris", "."], ["  two"], ["", " a"]])
+def test_leading_space_stays_when_the_answer_continues_a_text(tokens: list[str]) -> None:
+    tokenizer, ids = pieces(*tokens, strips=True)
+    decoder = StreamDecoder(tokenizer, continues_text=True)
+    assert "".join(decoder.push(token_id) for token_id in ids) + decoder.finish() == "".join(tokens)
+
+
 def test_finish_returns_nothing_when_called_again() -> None:
     decoder = StreamDecoder(ByteTokenizer(), ("ab",))
     decoder.push(ord("a"))

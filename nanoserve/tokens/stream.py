@@ -29,13 +29,16 @@ class StreamDecoder:
     changes only when a piece arrives. Of overlapping stop strings the one that begins first wins, so a complete match
     waits while another that began before it may still complete. Stop strings are sought in this sequence's text, never
     in the prompt's. The work is linear in the text for each stop string.
+
+    `continues_text` says that the answer goes on from prompt text that the reader has: the space its first token may
+    begin with then belongs to it ("The capital of" -> " Paris"), whatever the tokenizer strips from a fresh answer.
     """
 
-    def __init__(self, tokenizer: TokenBytes, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: TokenBytes, stops: Sequence[str] = (), *, continues_text: bool = False) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._search = StopSearch(stops) if any(stops) else None
-        self._drop_space = tokenizer.strips_leading_space
+        self._drop_space = tokenizer.strips_leading_space and not continues_text
         self._held = ""
         self._released = 0
         self.stopped = False
