@@ -87,6 +87,8 @@ class AsyncEngine:
         if self._outputs is not None:
             self._outputs.end_all("draining")
         self._feed.close()
+        if self._booted is not None:
+            self._booted.close()
         if self._thread is not None:
             self._thread.stop()
 
@@ -145,10 +147,10 @@ class AsyncEngine:
             "ready": status in ("ready", "degraded"),
             "version": self._version,
             "model": self._model_names[0],
-            "message": self._failure or (booted.degraded if booted else None),
+            "message": self._failure or (booted.degraded() if booted else None),
             "progress": asdict(self._progress),
             "kv_pool": booted.kv_pool if booted else None,
-            "warmup": booted.warmup if booted else None,
+            "warmup": booted.warmup() if booted else None,
             "kernels": booted.kernels if booted else None,
         }
         return Snapshot(
@@ -212,7 +214,7 @@ class AsyncEngine:
             return "draining"
         if self._booted is None:
             return self._progress.stage
-        return "degraded" if self._booted.degraded else "ready"
+        return "degraded" if self._booted.degraded() else "ready"
 
     def _stuck(self) -> bool:
         return self._step_started is not None and time.monotonic() - self._step_started > STUCK_SECONDS
@@ -282,6 +284,10 @@ class AsyncEngine:
                 outputs.deliver(undelivered)
                 undelivered = []
                 assert not engine.scheduler.has_work, "sequences wait, and nothing runs that could make room for them"
+                if engine.background:
+                    # One at a time, so that a request that comes now waits for one recording at most.
+                    await thread.submit(engine.capture_in_background)
+                    continue
                 self._wake.clear()
                 await self._wake.wait()
                 continue

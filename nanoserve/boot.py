@@ -30,17 +30,20 @@ Report = Callable[[BootProgress], None]
 class Booted:
     """A finished boot.
 
-    kv_pool, warmup  what was decided and done, JSON-ready, for /health
-    degraded         why the engine serves less than it promises, or None
+    kv_pool     what was decided, JSON-ready, for /health
+    warmup      what was decided, done and is left to do, JSON-ready, as of the call; cheap
+    degraded    why the engine serves less than it promises as of the call, or None
+    close       called once when the engine ends
     """
 
     engine: Engine
     intake: Intake
     kernels: str
     kv_pool: dict[str, Any]
-    warmup: dict[str, Any]
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
-    degraded: str | None = None
+    warmup: Callable[[], dict[str, Any]] = dict
+    degraded: Callable[[], str | None] = lambda: None
+    close: Callable[[], None] = lambda: None
 
 
 Boot = Callable[[Report], Booted]

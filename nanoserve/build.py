@@ -7,11 +7,12 @@ because recordings are bound to its addresses; ready last.
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
 import torch
 
+from nanoserve.backends import CudaBackend, EagerBackend
 from nanoserve.blocks import BlockPool
 from nanoserve.boot import Booted, BootProgress, Report
 from nanoserve.buckets import ShapeSet
@@ -19,7 +20,7 @@ from nanoserve.cache import BatchedPagedKVCache
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Engine
 from nanoserve.errors import ConfigError
-from nanoserve.graphs import EagerBackend, GraphSet
+from nanoserve.graphs import GraphBackend, GraphSet
 from nanoserve.inputs import StepInputs, new_last_tokens
 from nanoserve.intake import Intake
 from nanoserve.kernels.reference import ReferenceOps
@@ -28,6 +29,7 @@ from nanoserve.metrics import Metrics
 from nanoserve.models.config import ModelConfig
 from nanoserve.models.load import LoadedModel, load_model
 from nanoserve.probe import cores, free_host_bytes
+from nanoserve.readiness import ModelFacts, describe_shapes, make_ready, price_plan
 from nanoserve.runner import DecodeOutput, Runner
 from nanoserve.scheduler import Scheduler
 from nanoserve.slots import SlotTable
@@ -39,8 +41,53 @@ DEFAULT_MAX_MODEL_LEN = 2048
 """The rectangle read's cost grows with the widest shape; a longer context is a decision, not a default."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Everything but warm."""
+
+    engine: Engine
+    intake: Intake
+    model: ModelConfig
+    pool: KVPoolPlan
+    device: torch.device
+
+    @property
+    def facts(self) -> ModelFacts:
+        return ModelFacts(self.model.num_attention_heads, self.model.vocab_size)
+
+
 def build_engine(config: EngineConfig, metrics: Metrics, report: Report, *, bar: bool = True) -> Booted:
-    """Load, plan, allocate. Raises StartupError for what the operator has to change."""
+    """Load, plan, allocate, warm. Raises StartupError for what the operator has to change."""
+    prepared = prepare(config, metrics, report, bar=bar)
+    defaults = {name: value for name, value in asdict(prepared.model.sampling).items() if value is not None}
+    booted = Booted(
+        engine=prepared.engine,
+        intake=prepared.intake,
+        kernels=ReferenceOps.name,
+        kv_pool=asdict(prepared.pool),
+        sampling_defaults=defaults,
+    )
+    if not config.capture_decode:
+        return booted
+    free = _left_free(prepared)
+    ready = make_ready(prepared.engine, config, prepared.facts, free, report, bar=bar)
+    return replace(booted, warmup=ready.summary, degraded=ready.degraded, close=ready.close)
+
+
+def describe_plan(config: EngineConfig, metrics: Metrics, report: Report) -> list[str]:
+    """What a start with this config would decide and cost, without recording the list: the lines of `--dry-run`."""
+    prepared = prepare(config, metrics, report)
+    lines = [prepared.pool.describe()]
+    if config.capture_decode:
+        plan, _ = price_plan(prepared.engine, config, prepared.facts, _left_free(prepared))
+        lines.append(plan.describe())
+        if plan.uncovered:
+            lines.append(f"without a graph when the door opens: {describe_shapes(plan.uncovered)}")
+    return lines
+
+
+def prepare(config: EngineConfig, metrics: Metrics, report: Report, *, bar: bool = True) -> Prepared:
+    """Load the model, size the pool, wire the parts."""
     started = perf_counter()
     check_config(config)
     source = resolve(config.model)
@@ -66,15 +113,16 @@ def build_engine(config: EngineConfig, metrics: Metrics, report: Report, *, bar:
         eos_token_ids=eos,
         block_size=config.block_size,
     )
-    defaults = {name: value for name, value in asdict(loaded.config.sampling).items() if value is not None}
-    return Booted(
-        engine=engine,
-        intake=intake,
-        kernels=ReferenceOps.name,
-        kv_pool=asdict(pool_plan),
-        warmup={},
-        sampling_defaults=defaults,
-    )
+    return Prepared(engine, intake, loaded.config, pool_plan, device)
+
+
+def _left_free(prepared: Prepared) -> int:
+    """Bytes left once the K/V pool, which is allocated at its first use, is resident too."""
+    return max(0, _free_bytes(prepared.device) - prepared.pool.pool_bytes)
+
+
+def _free_bytes(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_host_bytes()
 
 
 def check_config(config: EngineConfig) -> None:
@@ -106,6 +154,18 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def pick_backend(config: EngineConfig, device: torch.device) -> GraphBackend:
+    """Raises ConfigError for a backend that this device or build has not."""
+    name = config.graph_backend
+    if name == "auto":
+        name = "cuda" if device.type == "cuda" else "eager"
+    if name == "eager":
+        return EagerBackend()
+    if name == "cuda" and device.type == "cuda":
+        return CudaBackend(device)
+    raise ConfigError(f"--graph-backend {name} does not run on {device.type}; use auto")
+
+
 def pick_dtype(config: EngineConfig, device: torch.device) -> str:
     """On the CPU the reference kernels run in fp32: the oracle's precision, and faster there than emulated bf16."""
     return "float32" if config.dtype == "auto" and device.type == "cpu" else config.dtype
@@ -117,13 +177,12 @@ def plan_pool(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, devi
     wanted = config.max_model_len or min(limit, DEFAULT_MAX_MODEL_LEN)
     if wanted > limit:
         raise ConfigError(f"--max-model-len is {wanted:,}; the model was made for {limit:,}; lower it")
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
     return plan_kv_pool(
         bytes_per_token=model.kv_bytes_per_token(dtype.itemsize),
         block_size=config.block_size,
         max_model_len=wanted,
         max_sequences=config.max_sequences,
-        free_bytes=free,
+        free_bytes=_free_bytes(device),
         share=config.kv_memory_share,
         requested_bytes=config.kv_memory_bytes,
     )
@@ -151,7 +210,7 @@ def assemble(
     )
     graphs: GraphSet[DecodeOutput] | None = None
     if config.capture_decode:
-        graphs = GraphSet(EagerBackend(), read=config.attention_read)
+        graphs = GraphSet(pick_backend(config, device), read=config.attention_read)
     runner = Runner(
         loaded.decoder,
         ops,
@@ -161,6 +220,8 @@ def assemble(
         inputs=StepInputs(config.max_sequences, last_tokens) if config.persist_inputs else None,
         shapes=shapes if config.bucket_decode else None,
         graphs=graphs,
+        strict=config.strict_shapes,
+        paranoid=config.paranoid,
     )
     scheduler = Scheduler(pool, max_sequences=config.max_sequences, prefill_tokens=config.prefill_tokens)
     return Engine(scheduler, pool, runner, metrics, paranoid=config.paranoid)

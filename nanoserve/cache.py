@@ -49,8 +49,9 @@ class BatchedPagedKVCache:
         self.num_slots = num_blocks * block_size
         self.sink_slot = self.num_slots
         self._all_slots = (num_blocks + 1) * block_size
+        self.num_layers = num_layers
+        self.dtype = dtype
         self._shape = (num_kv_heads, head_dim)
-        self._dtype = dtype
         self._device = device
         self._stores: list[KVStore | None] = [None] * num_layers
 
@@ -58,7 +59,7 @@ class BatchedPagedKVCache:
         """The layer's store, allocated at its first use: a warm-up makes the whole pool resident before any client."""
         store = self._stores[layer]
         if store is None:
-            store = self.kernels.new_kv_store(self._all_slots, *self._shape, self._dtype, self._device)
+            store = self.kernels.new_kv_store(self._all_slots, *self._shape, self.dtype, self._device)
             self._stores[layer] = store
         return store
 
@@ -93,6 +94,10 @@ class BatchedPagedKVCache:
         """(k, v) copies at `slots`, each `[len(slots), kv_heads, head_dim]`: self-tests and tests."""
         index = torch.tensor(slots, dtype=torch.int64, device=self._device)
         return self.kernels.read_kv(self._ensure_pool(layer), index)
+
+    def snapshot(self, layer: int) -> tuple[Tensor, Tensor]:
+        """(k, v) copies of every slot of a layer, the sink block included: `[slots, kv_heads, head_dim]` each."""
+        return self.kernels.read_kv(self._ensure_pool(layer), torch.arange(self._all_slots, device=self._device))
 
     def poison(self, value: float) -> None:
         """Fill every slot of every layer, the sink included: what a test of masking wants to see not matter."""

@@ -75,6 +75,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         ("capture-decode", "record and replay decode graphs"),
     ):
         add(f"--{name}", action=argparse.BooleanOptionalAction, default=True, help=text)
+    add("--graph-backend", default=default.graph_backend, choices=["auto", "eager", "cuda"], help="how to record")
+    add("--warm-rows", type=int, help="warm shapes of at most this many rows (default: all)")
+    add("--warm-width", type=int, help="warm shapes of at most this width (default: all)")
+    add("--warmup-seconds", type=float, help="budget of the warm-up; the rest is recorded in idle gaps (default: none)")
+    add("--self-test-seconds", type=float, default=default.self_test_seconds, help="for the padding self-test")
+    add("--warm-list", metavar="FILE", help="shapes served last time: warmed first, saved at shutdown")
+    add("--strict-shapes", action="store_true", help="a shape without a graph is an error")
     add("--paranoid", action="store_true", help="check every invariant after every step")
 
 
@@ -99,6 +106,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--served-model-name", help="the model's name on the wire (default: from --model)")
     add("--drain-seconds", type=float, default=30.0, help="how long generations may go on after SIGTERM")
+    add("--dry-run", action="store_true", help="print the priced plan and exit")
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"], help="of log lines on stderr")
 
 
@@ -122,6 +130,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 def run_serve(args: argparse.Namespace) -> int:
     """Check what is cheap to check, bind, and serve; the engine boots behind the open port."""
+    if args.dry_run:
+        return run_dry(args)
     from nanoserve.async_engine import AsyncEngine
     from nanoserve.metrics import Metrics
     from nanoserve.source import check_source, resolve
@@ -152,6 +162,15 @@ def run_serve(args: argparse.Namespace) -> int:
     name = server_config.served_model_name or source.name
     engine = AsyncEngine(boot, metrics, model_names=(name,), version=__version__, max_queued=config.max_queued)
     return serve(engine, server_config, sockets)
+
+
+def run_dry(args: argparse.Namespace) -> int:
+    """Load and price, print, exit."""
+    from nanoserve.build import describe_plan
+    from nanoserve.metrics import Metrics
+
+    print("\n".join(describe_plan(engine_config(args), Metrics(__version__), lambda progress: None)))
+    return 0
 
 
 def run_chat(args: argparse.Namespace) -> int:

@@ -27,6 +27,7 @@ class EngineConfig:
     capture_decode     record and replay decode graphs
     warm_rows, warm_width  trim the warm list on either axis; None: all the scheduler can present
     warmup_seconds     stop warming when the plan has cost this much; None: no limit, 0: warm nothing
+    self_test_seconds  how long the padding self-test at the end of the warm-up may take; 0: no test
     warm_list          file holding the shapes served last time; warmed first, saved at shutdown
     strict_shapes      an uncovered shape is a start-up error, and a later miss a failure
     paranoid           run the per-step gates and the integrity check after every step
@@ -52,6 +53,7 @@ class EngineConfig:
     warm_rows: int | None = None
     warm_width: int | None = None
     warmup_seconds: float | None = None
+    self_test_seconds: float = 1.0
     warm_list: str | None = None
     strict_shapes: bool = False
     paranoid: bool = False

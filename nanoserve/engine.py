@@ -9,22 +9,30 @@ plan and commit belong to one thread (the event loop, or the caller offline); la
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence as SequenceOf
+
 from nanoserve.blocks import BlockPool
+from nanoserve.buckets import DecodeShape
+from nanoserve.graphs import GraphKey
 from nanoserve.metrics import Metrics, StepKind, StepRecord
 from nanoserve.request import FinishReason
 from nanoserve.runner import Runner, StepOutcome
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import NewToken, Sequence, StepPlan
+from nanoserve.warmup import CostModel, WarmupReport, warm_decode
+from nanoserve.warmup.record import Progress
 
 
 class Engine:
-    """Owns nothing itself; keeps scheduler, runner and metrics in step."""
+    """Keeps scheduler, runner and metrics in step. `background` holds the shapes to be recorded in idle gaps."""
 
     def __init__(
         self, scheduler: Scheduler, pool: BlockPool, runner: Runner, metrics: Metrics, *, paranoid: bool = False
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
+        self.background: deque[DecodeShape] = deque()
         self._pool = pool
         self._metrics = metrics
         self._paranoid = paranoid
@@ -62,6 +70,44 @@ class Engine:
         """Plan, launch and commit; empty if there is nothing to do."""
         plan = self.plan()
         return self.commit(plan, self.launch(plan)) if plan is not None else []
+
+    # --- recording -----------------------------------------------------------------------------------------
+
+    def warm_decode(
+        self,
+        shapes: SequenceOf[DecodeShape],
+        *,
+        cost: CostModel,
+        predicted_bytes: int = 0,
+        progress: Progress | None = None,
+    ) -> WarmupReport:
+        """Record the decode graphs of `shapes`, in order, before anything is served; the door of the warm-up."""
+        graphs = self.runner.graphs
+        assert graphs is not None, "warm_decode without a graph set"
+        report = warm_decode(
+            self.runner,
+            shapes,
+            cost=cost,
+            predicted_bytes=predicted_bytes,
+            arena_bytes=graphs.backend.arena_bytes,
+            progress=progress,
+        )
+        graphs.warmup_seconds, graphs.predicted_seconds = report.seconds, report.predicted_seconds
+        return report
+
+    def capture_in_background(self) -> None:
+        """Record the next shape of `background`. Runs on the engine thread, between steps, when nothing waits."""
+        shape = self.background.popleft()
+        graphs = self.runner.graphs
+        if graphs is not None and GraphKey("decode", *shape) not in graphs:
+            self.runner.capture(shape, "background")
+
+    def uncovered(self) -> list[DecodeShape]:
+        """Shapes a step can have that have no graph now."""
+        shapes, graphs = self.runner.shapes, self.runner.graphs
+        if shapes is None or graphs is None:
+            return []
+        return [shape for shape in shapes.shapes() if GraphKey("decode", *shape) not in graphs]
 
     def check(self) -> None:
         """Raises AssertionError if a block is lost or held twice (after every step in tests and under --paranoid)."""

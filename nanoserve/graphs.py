@@ -28,7 +28,7 @@ class GraphKey(NamedTuple):
 
 
 class GraphBackend(Protocol):
-    """How programs are recorded on this device."""
+    """How programs are recorded on a device (`nanoserve.backends`)."""
 
     name: str
 
@@ -37,19 +37,6 @@ class GraphBackend(Protocol):
 
     def arena_bytes(self) -> int | None:
         """Bytes the recordings hold beside weights and pool; None where the backend does not know."""
-
-
-class EagerBackend:
-    """Any device: the recording is the call itself, with the arguments it was made on."""
-
-    name = "eager"
-
-    def record(self, program: Callable[[], T]) -> Callable[[], T]:
-        program()
-        return program
-
-    def arena_bytes(self) -> int | None:
-        return 0
 
 
 @dataclass(slots=True)
@@ -84,6 +71,7 @@ class GraphSet(Generic[T]):
         return len(self._entries)
 
     def entries(self) -> list[GraphEntry[T]]:
+        """A copy, which other threads may walk while the engine thread records."""
         return list(self._entries.values())
 
     def capture(
@@ -117,12 +105,16 @@ class GraphSet(Generic[T]):
         entry.pad_rows += plan.pad_rows
         return result
 
+    def rehearse(self, key: GraphKey) -> T:
+        """Run the graph of `key` without counting it: the warm-up's own tests. Raises KeyError if there is none."""
+        return self._entries[key].replay()
+
     def add_seconds(self, key: GraphKey, seconds: float) -> None:
         """Account the duration of a replay that has just completed."""
         self._entries[key].seconds_total += seconds
 
     def count(self, origin: Origin) -> int:
-        return sum(entry.origin == origin for entry in self._entries.values())
+        return sum(entry.origin == origin for entry in self.entries())
 
     def stats(self) -> dict[str, Any]:
         """The `graphs` object of `/metrics`, without what steps count."""
@@ -133,7 +125,7 @@ class GraphSet(Generic[T]):
             "captured": len(self._entries),
             "cold_captures": self.count("cold"),
             "background_captures": self.count("background"),
-            "replays": sum(entry.replays for entry in self._entries.values()),
+            "replays": sum(entry.replays for entry in self.entries()),
             "warmup_seconds": self.warmup_seconds,
             "predicted_seconds": self.predicted_seconds,
         }
@@ -150,5 +142,5 @@ class GraphSet(Generic[T]):
                 "pad_rows": entry.pad_rows,
                 "seconds_total": entry.seconds_total,
             }
-            for entry in self._entries.values()
+            for entry in self.entries()
         ]

@@ -8,22 +8,33 @@ unasked only where a step meets a key without one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-from nanoserve.buckets import DecodePlan, DecodeShape, ShapeSet, pad_plan, plan_decode
-from nanoserve.cache import BatchedCacheRows, BatchedPagedKVCache, Chunk
-from nanoserve.gates import BoundPlan
+from nanoserve.buckets import DecodePlan, DecodeRow, DecodeShape, ShapeSet, plan_decode
+from nanoserve.cache import BatchedPagedKVCache, Chunk
+from nanoserve.errors import GateError
+from nanoserve.gates import (
+    BoundPlan,
+    check_addresses_stable,
+    check_mapping_is_window,
+    check_pad_inert,
+    check_plan_addressing,
+    check_table_stable,
+    check_window_intact,
+)
 from nanoserve.graphs import GraphEntry, GraphKey, GraphSet, Origin
 from nanoserve.inputs import GREEDY, RowSampling, StepInputs
 from nanoserve.kernels.sampling import adjust_logits
 from nanoserve.models.decoder import Decoder
 from nanoserve.ops import CacheRows, Ops, StepWindow
-from nanoserve.sequence import NewToken, Sequence, StepPlan
+from nanoserve.sequence import ChunkPlan, NewToken, Sequence, StepPlan
 from nanoserve.slots import SlotTable
+from nanoserve.warmup import check_warm_rows_empty, check_warm_writes_sink, warmup_batch, warmup_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +63,14 @@ class StepOutcome:
 
 
 class Runner:
-    """The device side of an engine. `shapes` None runs every batch at its own size; `graphs` None records nothing."""
+    """The device side of an engine.
+
+    inputs    the step buffers; None makes new ones for every step
+    shapes    the closed set of decode shapes; None runs every batch at its own size
+    graphs    where decode graphs are recorded; None records nothing
+    strict    a step whose shape has no graph raises GateError instead of recording one
+    paranoid  run every gate on every step
+    """
 
     def __init__(
         self,
@@ -65,6 +83,8 @@ class Runner:
         inputs: StepInputs | None,
         shapes: ShapeSet | None,
         graphs: GraphSet[DecodeOutput] | None,
+        strict: bool = False,
+        paranoid: bool = False,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.cache = cache
@@ -75,7 +95,11 @@ class Runner:
         self._ops = ops
         self._last_tokens = last_tokens
         self._inputs = inputs
+        self._strict = strict
+        self._paranoid = paranoid
         self._clock = clock
+        self._table_address = slots.address
+        self._input_addresses = inputs.addresses if inputs is not None else ()
 
     # --- a step --------------------------------------------------------------------------------------------
 
@@ -110,44 +134,31 @@ class Runner:
 
     def _decode(self, plan: DecodePlan, sequences: tuple[Sequence, ...]) -> tuple[DecodeOutput, bool]:
         """(output, whether a graph recorded before this step ran it)."""
+        sampling = [row_sampling(sequence) for sequence in sequences]
         if self.graphs is None:
-            bound = self._bind(plan, sequences)
+            bound = self._bind(plan, sampling)
+            self._check_step(bound, sequences)
             return self._forward(bound, self.cache.view(plan.rows, bound.step, bound.slot_mapping)), False
         key = GraphKey("decode", *plan.shape)
         hit = key in self.graphs
         if not hit:
+            if self._strict:
+                raise GateError(f"no graph is recorded for {key} and --strict-shapes allows no recording now")
             self.capture(plan.shape, "cold")
-        self._bind(plan, sequences)
+        self._check_step(self._bind(plan, sampling), sequences)
         started = self._clock()
         output = self.graphs.replay(key, plan)
         self.graphs.add_seconds(key, self._clock() - started)
         return output, hit
 
-    @torch.inference_mode()
-    def capture(self, shape: DecodeShape, origin: Origin) -> GraphEntry[DecodeOutput]:
-        """Record the graph of `shape` on a plan that is all padding: it freezes no rows and touches no sequence."""
-        assert self.graphs is not None, "capture without a graph set"
-        bound = self.warm_plan(shape)
-        return self.graphs.capture(
-            GraphKey("decode", *shape),
-            lambda: self._forward(bound, BatchedCacheRows(self.cache, bound.step, bound.slot_mapping)),
-            origin=origin,
-            rows=bound.plan.rows,
-            clock=self._clock,
-        )
-
-    def warm_plan(self, shape: DecodeShape) -> BoundPlan:
-        """`shape` over no sequences, written into the real buffers."""
-        return self._bind(pad_plan(shape, self.slots.sink_slot), ())
-
-    def _bind(self, plan: DecodePlan, sequences: tuple[Sequence, ...]) -> BoundPlan:
+    def _bind(self, plan: DecodePlan, sampling: SequenceOf[RowSampling]) -> BoundPlan:
         """Write the plan's numbers into the step buffers and hand out the windows."""
         rows = plan.shape.rows
         inputs = self._inputs or StepInputs(rows, self._last_tokens)
         pad_row = self._last_tokens.shape[0] - 1
         table_rows = (*plan.rows, *(pad_row,) * plan.pad_rows)
         inputs.write_rows(plan.input_ids, plan.positions, plan.write_slots, plan.context_lens, table_rows)
-        inputs.write_sampling([*map(row_sampling, sequences), *(GREEDY,) * plan.pad_rows])
+        inputs.write_sampling([*sampling, *(GREEDY,) * plan.pad_rows])
         return BoundPlan(
             plan=plan,
             step=inputs.window(rows),
@@ -162,40 +173,87 @@ class Runner:
         self._ops.remember(bound.step.last_tokens, bound.step.table_rows, tokens)
         return DecodeOutput(tokens, logits)
 
+    # --- recording -----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def capture(self, shape: DecodeShape, origin: Origin) -> GraphEntry[DecodeOutput]:
+        """Record the graph of `shape` on a plan that is all padding: it freezes no rows and touches no sequence.
+
+        Raises GateError if the plan or its windows are not what a graph may be bound to.
+        """
+        assert self.graphs is not None, "capture without a graph set"
+        bound, program = self._warm_program(shape)
+        key = GraphKey("decode", *shape)
+        return self.graphs.capture(key, program, origin=origin, rows=bound.plan.rows, clock=self._clock)
+
+    @torch.inference_mode()
+    def time_recording(self, shape: DecodeShape) -> float:
+        """Seconds one recording of `shape` takes; the recording is thrown away."""
+        assert self.graphs is not None, "time_recording without a graph set"
+        _, program = self._warm_program(shape)
+        started = self._clock()
+        self.graphs.backend.record(program)
+        return self._clock() - started
+
+    def _warm_program(self, shape: DecodeShape) -> tuple[BoundPlan, Callable[[], DecodeOutput]]:
+        assert self._inputs is not None, "a recording needs step buffers that keep their address"
+        bound = warmup_plan(shape, self.slots, self._inputs)
+        check_warm_rows_empty(bound.plan)
+        check_warm_writes_sink(bound.plan, self.slots.sink_slot)
+        self._check_bound(bound, ())
+        return bound, lambda: self._forward(bound, warmup_batch(bound, self.cache))
+
+    def _check_step(self, bound: BoundPlan, sequences: tuple[Sequence, ...]) -> None:
+        if self._paranoid:
+            lens = bound.plan.context_lens
+            self._check_bound(bound, [s.table.slots(0, lens[row]) for row, s in enumerate(sequences)])
+
+    def _check_bound(self, bound: BoundPlan, expected: SequenceOf[SequenceOf[int]]) -> None:
+        """The preconditions of recording and replaying, the same for real and warm plans."""
+        check_pad_inert(bound.plan, self.slots.sink_slot)
+        check_table_stable(self._table_address, self.slots)
+        check_mapping_is_window(bound, self.slots)
+        check_window_intact(bound, expected)
+        check_plan_addressing(bound)
+        if self._inputs is not None:
+            check_addresses_stable(self._input_addresses, self._inputs.addresses)
+
     # --- prefill -------------------------------------------------------------------------------------------
 
     def _prefill(self, plan: StepPlan) -> list[NewToken]:
         """All chunks in one eager forward; heads for the rows after which a token is chosen."""
+        hidden, step = self._forward_chunks(plan.chunks)
+        ends = [end for chunk, end in zip(plan.chunks, _ends(plan.chunks), strict=True) if chunk.last]
+        sequences = tuple(s for s, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True) if chunk.last)
+        if not ends:
+            return []
+        logit_rows = torch.tensor([end - 1 for end in ends], dtype=torch.int64, device=hidden.device)
+        logits = self._decoder.head(self._ops, self._ops.gather_rows(hidden, logit_rows))
+        inputs = StepInputs(len(ends), self._last_tokens)
+        inputs.write_sampling([row_sampling(sequence) for sequence in sequences])
+        tokens = self._ops.sample(logits, inputs.sampling(len(ends)), step.context_lens[logit_rows])
+        self._ops.remember(self._last_tokens, step.table_rows[logit_rows], tokens)
+        return self._choose(sequences, logits, tokens)
+
+    def _forward_chunks(self, plans: tuple[ChunkPlan, ...]) -> tuple[Tensor, StepWindow]:
+        """Hidden states `[tokens, hidden]` of all chunks, one after the other, and the inputs they came from."""
         ids: list[int] = []
         positions: list[int] = []
         write_slots: list[int] = []
         table_rows: list[int] = []
         chunks: list[Chunk] = []
-        last_rows: list[int] = []
-        last_sequences: list[Sequence] = []
-        for chunk, sequence in zip(plan.chunks, plan.chunk_sequences, strict=True):
+        for chunk in plans:
             first, count = len(ids), len(chunk.token_ids)
             ids += chunk.token_ids
             positions += range(chunk.start, chunk.start + count)
             write_slots += chunk.write_slots
             table_rows += [chunk.table_row] * count
             chunks.append(Chunk(first, first + count, self.slots.row(chunk.table_row, chunk.start + count)))
-            if chunk.last:
-                last_rows.append(len(ids) - 1)
-                last_sequences.append(sequence)
-        device = self._last_tokens.device
-        fields = torch.tensor([ids, positions, write_slots, table_rows], dtype=torch.int64, device=device)
+        fields = torch.tensor(
+            [ids, positions, write_slots, table_rows], dtype=torch.int64, device=self._last_tokens.device
+        )
         step = StepWindow(fields[0], fields[1], fields[2], fields[1] + 1, fields[3], self._last_tokens)
-        hidden = self._decoder.body(self._ops, step, self.cache.view_chunks(chunks, step))
-        if not last_rows:
-            return []
-        logit_rows = torch.tensor(last_rows, dtype=torch.int64, device=device)
-        logits = self._decoder.head(self._ops, self._ops.gather_rows(hidden, logit_rows))
-        inputs = StepInputs(len(last_rows), self._last_tokens)
-        inputs.write_sampling([row_sampling(sequence) for sequence in last_sequences])
-        tokens = self._ops.sample(logits, inputs.sampling(len(last_rows)), step.context_lens[logit_rows])
-        self._ops.remember(self._last_tokens, step.table_rows[logit_rows], tokens)
-        return self._choose(tuple(last_sequences), logits, tokens)
+        return self._decoder.body(self._ops, step, self.cache.view_chunks(chunks, step)), step
 
     # --- choosing with penalties, bias and logprobs ----------------------------------------------------------
 
@@ -230,11 +288,40 @@ class Runner:
         if params.logprobs is None:
             return NewToken(sequence, chosen)
         logprobs = torch.log_softmax(row, dim=-1)
-        top = logprobs.topk(params.logprobs) if params.logprobs else None
-        pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top is not None else ()
+        top = logprobs.topk(params.logprobs)
+        pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
         return NewToken(sequence, chosen, float(logprobs[chosen]), pairs)
+
+    # --- the padding self-test's way in (`warmup.selftest.Prober`) ---------------------------------------------
+
+    @torch.inference_mode()
+    def probe_prefill(self, token_ids: list[int], slots: list[int]) -> None:
+        self.slots.write(0, 0, slots)
+        self._forward_chunks((ChunkPlan(0, 0, tuple(token_ids), tuple(slots), last=False),))
+
+    @torch.inference_mode()
+    def probe_decode(self, shape: DecodeShape, position: int, slot: int) -> Tensor:
+        assert self.graphs is not None, "the self-test runs on recorded graphs"
+        self.slots.write(0, position, [slot])
+        self._last_tokens[0] = 0
+        only = ShapeSet((shape.rows,), (shape.width,))
+        bound = self._bind(plan_decode([DecodeRow(0, position, slot)], only, self.slots.sink_slot), [GREEDY])
+        self._check_bound(bound, ())
+        return self.graphs.rehearse(GraphKey("decode", *shape)).logits[0].clone()
+
+    def probe_end(self) -> None:
+        self.slots.clear(0)
 
 
 def row_sampling(sequence: Sequence) -> RowSampling:
     params = sequence.params
     return RowSampling(params.temperature, params.top_k, params.top_p, params.min_p, sequence.seed, sequence.choice)
+
+
+def _ends(chunks: tuple[ChunkPlan, ...]) -> list[int]:
+    """Where each chunk ends among the rows of a forward over all of them."""
+    ends, total = [], 0
+    for chunk in chunks:
+        total += len(chunk.token_ids)
+        ends.append(total)
+    return ends

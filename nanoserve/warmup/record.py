@@ -1,0 +1,132 @@
+"""The warm-up itself: one synthetic batch per shape, driven through the same recording a real step would make.
+
+A warm batch is a step whose rows are all padding: it is not a special case of a plan but the limit of one, so it passes
+every gate that a real plan passes, and what is recorded on it froze no sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Protocol
+
+from nanoserve.buckets import DecodeShape, ShapeSet, pad_plan
+from nanoserve.cache import BatchedCacheRows, BatchedPagedKVCache
+from nanoserve.gates import BoundPlan
+from nanoserve.graphs import Origin
+from nanoserve.inputs import GREEDY, StepInputs
+from nanoserve.slots import SlotTable
+from nanoserve.warmup.arithmetic import CostModel
+from nanoserve.warmup.gates import check_warm_rows_empty
+
+PROBE_SECONDS = 0.5
+"""A probe may take about this long: the larger it is, the less the fit extrapolates."""
+
+Progress = Callable[[int, int, float | None], None]
+"""Told (shapes recorded, shapes in all, seconds left or None)."""
+
+
+class Recorder(Protocol):
+    """What the warm-up drives: the runner."""
+
+    def capture(self, shape: DecodeShape, origin: Origin) -> Any:
+        """Record the graph of a shape on its warm plan."""
+
+    def time_recording(self, shape: DecodeShape) -> float:
+        """Seconds one recording of a shape takes; the recording is thrown away."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupReport:
+    """What a warm-up did. `seconds_by_shape` is in the order of recording."""
+
+    graphs: int
+    seconds: float
+    predicted_seconds: float
+    predicted_bytes: int
+    arena_bytes: int | None
+    seconds_by_shape: tuple[tuple[DecodeShape, float], ...] = field(default=(), repr=False)
+
+    @property
+    def prediction_error(self) -> float | None:
+        """(actual - predicted) / predicted; None if nothing was predicted."""
+        return (self.seconds - self.predicted_seconds) / self.predicted_seconds if self.predicted_seconds else None
+
+
+def warmup_plan(shape: DecodeShape, slots: SlotTable, inputs: StepInputs) -> BoundPlan:
+    """The addressing of `shape` over no sequences, written into the real buffers, its rectangle a window on the real
+    slot table: `rows` (), every row a pad row, every write slot the sink, every context length 0."""
+    plan = pad_plan(shape, slots.sink_slot)
+    pad_row = inputs.last_tokens.shape[0] - 1
+    inputs.write_rows(plan.input_ids, plan.positions, plan.write_slots, plan.context_lens, (pad_row,) * plan.shape.rows)
+    inputs.write_sampling([GREEDY] * shape.rows)
+    return BoundPlan(
+        plan=plan,
+        step=inputs.window(shape.rows),
+        sampling=inputs.sampling(shape.rows),
+        slot_mapping=slots.read((), pad_rows=shape.rows, width=shape.width),
+    )
+
+
+def warmup_batch(bound: BoundPlan, cache: BatchedPagedKVCache) -> BatchedCacheRows:
+    """The cache as a warm forward sees it: rows that name no sequence. `cache.view(())` refuses; this says it is meant.
+
+    Raises GateError if the plan names a row.
+    """
+    check_warm_rows_empty(bound.plan)
+    return BatchedCacheRows(cache, bound.step, bound.slot_mapping)
+
+
+def price(recorder: Recorder, shapes: ShapeSet, *, probe_seconds: float = PROBE_SECONDS) -> CostModel:
+    """Fit the cost model by timing two recordings: the smallest shape, and the biggest that is sure to be quick.
+
+    The smallest is recorded twice and timed the second time, since the first one also allocates the K/V pool.
+    """
+    by_size = sorted(shapes.shapes(), key=lambda shape: shape.rows * shape.width)
+    small = by_size[0]
+    recorder.time_recording(small)
+    small_seconds = recorder.time_recording(small)
+    cells = small.rows * small.width
+    quick = [shape for shape in by_size if small_seconds * (shape.rows * shape.width) / cells <= probe_seconds]
+    large = quick[-1] if len(quick) > 1 else by_size[min(1, len(by_size) - 1)]
+    if large == small:
+        return CostModel(small_seconds, 0.0)
+    return CostModel.fit((small, small_seconds), (large, recorder.time_recording(large)))
+
+
+def warm_decode(
+    recorder: Recorder,
+    shapes: Sequence[DecodeShape],
+    *,
+    cost: CostModel,
+    predicted_bytes: int = 0,
+    arena_bytes: Callable[[], int | None] = lambda: None,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = perf_counter,
+) -> WarmupReport:
+    """Record each shape in the order given."""
+    started = clock()
+    taken: list[tuple[DecodeShape, float]] = []
+    for done, shape in enumerate(shapes):
+        if progress is not None:
+            progress(done, len(shapes), _eta(cost, shapes, done, clock() - started))
+        begun = clock()
+        recorder.capture(shape, "warm")
+        taken.append((shape, clock() - begun))
+    if progress is not None:
+        progress(len(shapes), len(shapes), 0.0)
+    return WarmupReport(
+        graphs=len(taken),
+        seconds=clock() - started,
+        predicted_seconds=cost.total_seconds(shapes),
+        predicted_bytes=predicted_bytes,
+        arena_bytes=arena_bytes(),
+        seconds_by_shape=tuple(taken),
+    )
+
+
+def _eta(cost: CostModel, shapes: Sequence[DecodeShape], done: int, elapsed: float) -> float:
+    """Predicted seconds of what is left, scaled by how the prediction has held so far."""
+    spent, left = cost.total_seconds(shapes[:done]), cost.total_seconds(shapes[done:])
+    return left * (elapsed / spent) if spent > 0 else left

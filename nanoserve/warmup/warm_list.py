@@ -1,0 +1,45 @@
+"""The warm list on disk: which shapes an engine replayed, so that the next start records those first."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from nanoserve.buckets import DecodeShape
+from nanoserve.errors import ConfigError
+
+FORMAT = 1
+
+
+def load_warm_list(path: Path) -> dict[DecodeShape, int]:
+    """Shapes and how often each was replayed; empty if there is no such file yet.
+
+    Raises ConfigError, naming the file, if it is not a warm list.
+    """
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--warm-list {path} cannot be read: {error}") from error
+    try:
+        document = json.loads(text)
+        if document["format"] != FORMAT:
+            raise ValueError(f"format {document['format']}, {FORMAT} is supported")
+        return {DecodeShape(int(s["rows"]), int(s["width"])): int(s["replays"]) for s in document["shapes"]}
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"--warm-list {path} is no warm list ({error!r}); delete it or name another file") from error
+
+
+def save_warm_list(path: Path, replays: Mapping[DecodeShape, int]) -> None:
+    """Write the shapes that were replayed, most often first. Raises OSError; a reader never sees half a file."""
+    shapes = [
+        {"rows": shape.rows, "width": shape.width, "replays": count}
+        for shape, count in sorted(replays.items(), key=lambda item: item[1], reverse=True)
+        if count
+    ]
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    draft.write_text(json.dumps({"format": FORMAT, "shapes": shapes}, indent=1) + "\n")
+    draft.replace(path)
