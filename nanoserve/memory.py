@@ -56,7 +56,7 @@ def plan_kv_pool(
     """Size the pool: `requested_bytes` if given, else `share` of `free_bytes`, never more than the table can use.
 
     `free_bytes` is what is free after the weights. Raises ConfigError for a share outside (0, 1] and OutOfMemory if not
-    even one block beside the sink fits or the request exceeds what is free.
+    even one block beside the sink fits, no two tokens do (a prompt and its answer), or the request exceeds what is free.
     """
     if not 0.0 < share <= 1.0:
         raise ConfigError(f"--kv-memory-share is {share}; it must be above 0 and at most 1")
@@ -74,7 +74,7 @@ def plan_kv_pool(
     num_blocks = budget // bytes_per_block - 1
     if num_blocks >= useful_blocks:
         num_blocks, limited_by = useful_blocks, "max_sequences x max_model_len"
-    if num_blocks < 1:
+    if num_blocks * block_size < 2:
         raise OutOfMemory(
             f"the K/V pool has {budget / MIB:,.1f} MiB ({limited_by}); one block and the sink take "
             f"{2 * bytes_per_block / MIB:,.1f} MiB; raise --kv-memory or free memory"
