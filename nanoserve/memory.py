@@ -56,7 +56,7 @@ def plan_kv_pool(
     """Size the pool: `requested_bytes` if given, else `share` of `free_bytes`, never more than the table can use.
 
     `free_bytes` is what is free after the weights. Raises ConfigError for a share outside (0, 1] and OutOfMemory if not
-    even one block beside the sink fits, no two tokens do (a prompt and its answer), or the request exceeds what is free.
+    even one block beside the sink fits, no two tokens do or the request exceeds what is free.
     """
     if not 0.0 < share <= 1.0:
         raise ConfigError(f"--kv-memory-share is {share}; it must be above 0 and at most 1")
