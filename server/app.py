@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -46,6 +47,7 @@ class App:
             Route("/v1/models", openai.models),
             Route("/v1/models/{model_id:path}", openai.model),
             WebSocketRoute("/ws", sockets.handle),
+            Route("/ws", sockets.refuse_http),
             Route("/steps", observe.steps),
             Route("/metrics", observe.metrics),
             Route("/health", observe.health),
@@ -56,7 +58,12 @@ class App:
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._outermost(scope, receive, send)
+        try:
+            await self._outermost(scope, receive, send)
+        except asyncio.CancelledError:
+            # uvicorn cancels what has not flushed by the end, such as a stream nobody reads. It would log a traceback.
+            if not self.lifecycle.closing.is_set():
+                raise
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

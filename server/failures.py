@@ -52,6 +52,12 @@ class BodyTooLarge(ClientError):
     code = "body_too_large"
 
 
+class UpgradeRequired(ClientError):
+    """A plain HTTP request for the WebSocket's path."""
+
+    code = "upgrade_required"
+
+
 class HeadersTooLarge(ClientError):
     """The headers exceed `ServerConfig.max_header_bytes`."""
 
@@ -79,6 +85,7 @@ TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (MethodNotAllowed, 405, "invalid_request_error"),
     (BodyTooLarge, 413, "invalid_request_error"),
     (UnsupportedMediaType, 415, "invalid_request_error"),
+    (UpgradeRequired, 426, "invalid_request_error"),
     (HeadersTooLarge, 431, "invalid_request_error"),
     (ClientError, 400, "invalid_request_error"),
     (QueueFull, 429, "rate_limit_error"),
@@ -122,6 +129,8 @@ def describe(error: Exception) -> Failure:
         message, code = "internal error; the server's log has the details", "internal_error"
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
+    if isinstance(error, UpgradeRequired):
+        headers["upgrade"] = "websocket"
     if isinstance(error, MethodNotAllowed):
         headers["allow"] = error.allowed
     return Failure(status, {"message": message, "type": kind, "param": param, "code": code}, headers)

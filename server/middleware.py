@@ -60,6 +60,8 @@ class Envelope:
                         response[name] = value
             elif message["type"] == "websocket.accept":
                 started = True
+                name, value = extra[0]
+                message["headers"] = [*message.get("headers", ()), (name.encode(), value.encode())]
             await send(message)
 
         try:
@@ -126,7 +128,8 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        size = sum(len(name) + len(value) for name, value in headers.raw) + len(scope.get("raw_path") or b"")
+        size = len(scope["path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in headers.raw)
         if size > self._max_header_bytes:
             limit = self._max_header_bytes
             raise HeadersTooLarge(f"the headers are {size:,} bytes; the limit is {limit:,}; send fewer or shorter ones")

@@ -28,6 +28,7 @@ def document() -> dict[str, Any]:
         "/v1/completions": {"post": _operation("Text completion", generate, [JSON, SSE], body=bodies[1])},
         "/v1/models": {"get": _operation("The served models", "", [JSON])},
         "/v1/models/{id}": {"get": _operation("One served model", "", [JSON], parameters=[_parameter("id", "path")])},
+        "/ws": {"get": _operation("WebSocket, protocol nanoserve.v1", "Generations and live events.", [JSON])},
         "/steps": {"get": _operation("Boot and step events", "Endless.", [SSE])},
         "/metrics": {
             "get": _operation("Counters and latencies", "", [JSON, "text/plain"], [_parameter("format", "query")])

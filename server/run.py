@@ -149,7 +149,8 @@ class Server(uvicorn.Server):
                 continue
             if event["stage"] == "ready":
                 print(f"nanoserve is ready: {self._address}", flush=True)
-            elif event["stage"] == "failed" and event.get("exit_code") is not None:
+                return
+            if event["stage"] == "failed" and event.get("exit_code") is not None:
                 print(f"nanoserve: {event.get('message') or 'the engine could not start'}", file=sys.stderr, flush=True)
                 self.exit_code = int(event["exit_code"])
                 await self._app.lifecycle.close(HURRIED_SECONDS)

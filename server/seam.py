@@ -52,6 +52,8 @@ class Engine(Protocol):
 
 
 class Snapshot(Protocol):
+    """Taken for every request: what is costly, such as percentiles, is best computed when it is read."""
+
     @property
     def health(self) -> dict[str, Any]: ...
 

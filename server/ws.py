@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketDisconnected
 
 from nanoserve.errors import ClientError, InvalidRequest, NanoserveError
 from nanoserve.request import Delta, Finished
 from server.config import ServerConfig
-from server.failures import GenerationFailed, describe
+from server.failures import GenerationFailed, UpgradeRequired, describe
 from server.lifecycle import Lifecycle
 from server.schemas import ChatBody, CompletionBody, convert, decode
 from server.seam import Engine
@@ -52,6 +54,9 @@ class Sockets:
         with self._lifecycle.socket():
             await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
             await Connection(websocket, self._engine, self._config, self._lifecycle).run()
+
+    async def refuse_http(self, request: Request) -> Response:
+        raise UpgradeRequired("/ws speaks WebSocket; connect to it with a ws:// client")
 
 
 @dataclass(slots=True)

@@ -34,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fail", type=int, help="fail the boot with this exit code")
     parser.add_argument("--drain-seconds", type=float, default=5.0)
     parser.add_argument("--delay", type=float, help="seconds between tokens, for every request")
+    parser.add_argument("--flood", action="store_true", help="answer with large tokens, as fast as they are read")
     options = parser.parse_args(argv)
     warming = [("warming", done, 12, (12 - done) * options.boot_seconds) for done in range(12)]
     stages = [("loading", 40, 100, None), *warming]
@@ -41,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     engine = ScriptedEngine(script=script, boot=Boot(stages, options.boot_seconds, failure))
     if options.delay is not None:
         engine.script = lambda request: Script(delay=options.delay)
+    if options.flood:
+        engine.script = lambda request: Script(tokens=("x" * 100_000,), delay=0.001)
     config = ServerConfig(
         port=options.port, api_keys=tuple(options.api_key), drain_seconds=options.drain_seconds, log_level="warning"
     )

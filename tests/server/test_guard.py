@@ -58,6 +58,7 @@ def test_every_route_but_health_and_the_page_needs_the_key(server: Running) -> N
         "/v1/completions",
         "/v1/models",
         "/v1/models/x",
+        "/ws",
         "/steps",
         "/metrics",
         "/openapi.json",
@@ -76,7 +77,7 @@ def test_routes_open_when_any_of_the_keys_is_given(server: Running, key: str) ->
     [
         *("/v1//chat/completions", "/V1/chat/completions", "/v1/chat/completions/", "//v1/chat/completions"),
         *("/v1/./chat/completions", "/health/../v1/chat/completions", "/v1/chat%2Fcompletions", "/health/"),
-        *("/Health", "/health;x", "/%2e%2e/pyproject.toml", "/v1", "/ws"),
+        *("/Health", "/health;x", "/%2e%2e/pyproject.toml", "/v1", "/WS"),
     ],
 )
 def test_other_spellings_need_the_key_and_lead_nowhere(server: Running, path: str) -> None:
@@ -118,6 +119,8 @@ def test_websocket_is_refused_before_accept_when_the_key_is_missing_or_wrong(
 def test_websocket_opens_when_the_key_comes_by_header_or_subprotocol(server: Running) -> None:
     with connect(server.ws_url, additional_headers={"authorization": "Bearer other-key"}) as websocket:
         assert websocket.subprotocol is None
+        assert websocket.response is not None
+        assert websocket.response.headers["x-request-id"].startswith("req-")
     for key in ("other-key", KEY):
         with connect(server.ws_url, subprotocols=["nanoserve.v1", key_subprotocol(key)]) as websocket:
             assert websocket.subprotocol == "nanoserve.v1"
@@ -278,6 +281,12 @@ def test_request_id_is_ours_and_the_clients_is_echoed_bounded(server: Running) -
     assert first.headers["x-request-id"] != second.headers["x-request-id"]
     assert "x-client-request-id" not in first.headers
     assert second.headers["x-client-request-id"] == ("mine" * 100)[:128]
+
+
+def test_websocket_path_asks_for_the_upgrade_when_it_is_requested_plainly(server: Running) -> None:
+    response = server.get("/ws", headers=bearer("other-key"))
+    assert (response.status_code, response.headers["upgrade"]) == (426, "websocket")
+    assert error_of(response)["code"] == "upgrade_required"
 
 
 def test_key_never_appears_in_metrics_or_errors(server: Running) -> None:

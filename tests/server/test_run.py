@@ -21,8 +21,8 @@ from websockets.sync.client import ClientConnection, connect
 from nanoserve.errors import ConfigError, PortTaken
 from server.config import ServerConfig
 from server.run import bind, page_address, serve
-from tests.server.fake_engine import ScriptedEngine
-from tests.server.support import CHAT, payloads, wait_until
+from tests.server.fake_engine import Script, ScriptedEngine
+from tests.server.support import CHAT, HELLO, error_of, payloads, serving, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -218,6 +218,31 @@ def test_streams_end_at_once_when_a_second_signal_comes_later() -> None:
         assert payloads(stream.result())[-1]["error"]["code"] == "draining"
     assert (code, errors) == (0, "")
     assert time.monotonic() - started < 3
+
+
+def test_process_ends_without_a_traceback_when_a_stream_is_never_read() -> None:
+    with process("--boot-seconds", "0.01", "--drain-seconds", "0.1", "--flood") as child:
+        with socket.create_connection(("127.0.0.1", child.port)) as connection:
+            body = b'{"prompt":"x","stream":true,"max_tokens":100000,"ignore_eos":true}'
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+            wait_until(lambda: requests.get(child.url + "/metrics", timeout=2).json()["requests"]["running"] == 1)
+            time.sleep(0.5)
+            child.process.send_signal(signal.SIGTERM)
+            code, _, errors = child.end()
+    assert code == 0
+    assert "Traceback" not in errors
+
+
+def test_whole_answers_are_refused_truly_when_the_server_drains() -> None:
+    with serving(drain_seconds=0.1) as server, ThreadPoolExecutor(1) as pool:
+        server.engine.script = lambda request: Script(delay=60)
+        answer = pool.submit(server.post, CHAT, HELLO)
+        wait_until(lambda: bool(server.engine.running))
+        assert server.server.loop is not None
+        server.server.loop.call_soon_threadsafe(server.server.begin_drain)
+        response = answer.result()
+    assert (response.status_code, error_of(response)["code"]) == (503, "draining")
 
 
 # --- what an import costs
