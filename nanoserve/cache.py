@@ -111,14 +111,14 @@ class BatchedCacheRows:
     def __init__(self, cache: BatchedPagedKVCache, step: StepWindow, slots: Tensor) -> None:
         self._cache = cache
         self._step = step
-        self._slots = cache.kernels.masked_slots(slots, step.context_lens)
+        self._rectangle = cache.kernels.new_rectangle(slots, step.context_lens)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._cache.write(layer, self._step.write_slots, k, v)
 
     def paged_attention(self, layer: int, q: Tensor, *, scale: float, window: int | None) -> Tensor:
         return self._cache.kernels.rectangle_attention(
-            q, self._cache.store(layer), self._slots, self._step.context_lens, scale=scale, window=window
+            q, self._cache.store(layer), self._rectangle, scale=scale, window=window
         )
 
 

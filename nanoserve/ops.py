@@ -71,6 +71,21 @@ class CacheRows(Protocol):
         only the last `window` where one is given (sliding-window attention). `context_lens` 0 gives zeros."""
 
 
+@dataclass(slots=True)
+class Rectangle:
+    """One forward's rectangle read.
+
+    slots         [rows, width] int64; a position the row may not attend to holds the row's first slot instead
+    context_lens  [rows] int64
+    scratch       the gathered K and V, one layer's at a time: made by the first layer, used again by the others, since
+                  the rectangle is the largest thing a forward allocates
+    """
+
+    slots: Tensor
+    context_lens: Tensor
+    scratch: tuple[Tensor, Tensor] | None = None
+
+
 class KVKernels(Protocol):
     """The K/V side of a kernel set: the layout of one layer's store belongs to it, and only `cache` calls it."""
 
@@ -88,19 +103,16 @@ class KVKernels(Protocol):
     def fill_kv(self, store: KVStore, value: float) -> None:
         """Set every slot to `value`: the poison tests."""
 
-    def masked_slots(self, slots: Tensor, context_lens: Tensor) -> Tensor:
-        """`[rows, width]`: slots, with every position a row may not attend to replaced by the row's first slot.
+    def new_rectangle(self, slots: Tensor, context_lens: Tensor) -> Rectangle:
+        """What the layers of one forward over `slots` `[rows, width]` share.
 
         A masked position must not be loaded at all, since 0 · NaN is NaN and the memory behind it may hold anything.
         """
 
     def rectangle_attention(
-        self, q: Tensor, store: KVStore, slots: Tensor, context_lens: Tensor, *, scale: float, window: int | None
+        self, q: Tensor, store: KVStore, rectangle: Rectangle, *, scale: float, window: int | None
     ) -> Tensor:
-        """One query a row. q `[rows, heads, head_dim]`, slots `[rows, width]` from `masked_slots`.
-
-        See CacheRows.paged_attention for the result.
-        """
+        """One query a row, q `[rows, heads, head_dim]`. See CacheRows.paged_attention for the result."""
 
     def chunk_attention(
         self, q: Tensor, store: KVStore, slots: Tensor, context_lens: Tensor, *, scale: float, window: int | None

@@ -1,7 +1,7 @@
 """The kernel set in plain torch: any device, and the oracle that every other kernel set is tested against.
 
-K/V of one layer is `(keys, values)`, each `[kv_heads, slots, head_dim]`, so that gathering a rectangle yields operands
-of one batched matrix product without a copy. Attention scores and the softmax are fp32.
+K/V of one layer is `(keys, values)`, each `[slots, kv_heads, head_dim]`: a slot's numbers lie together, so that a
+rectangle is gathered in long copies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoserve.kernels.sampling import sample_rows
-from nanoserve.ops import SamplingWindow, StepWindow
+from nanoserve.ops import Rectangle, SamplingWindow, StepWindow
 
 if TYPE_CHECKING:
     from nanoserve.ops import KVStore
@@ -69,53 +69,59 @@ class ReferenceOps:
     def new_kv_store(
         self, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> KVStore:
-        shape = (kv_heads, slots, head_dim)
+        shape = (slots, kv_heads, head_dim)
         return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
 
     def write_kv(self, store: KVStore, slots: Tensor, k: Tensor, v: Tensor) -> None:
         keys, values = store
-        keys.index_copy_(1, slots, k.transpose(0, 1))
-        values.index_copy_(1, slots, v.transpose(0, 1))
+        keys.index_copy_(0, slots, k)
+        values.index_copy_(0, slots, v)
 
     def read_kv(self, store: KVStore, slots: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = store
-        return keys.index_select(1, slots).transpose(0, 1), values.index_select(1, slots).transpose(0, 1)
+        return keys.index_select(0, slots), values.index_select(0, slots)
 
     def fill_kv(self, store: KVStore, value: float) -> None:
         for side in store:
             side.fill_(value)
 
-    def masked_slots(self, slots: Tensor, context_lens: Tensor) -> Tensor:
+    def new_rectangle(self, slots: Tensor, context_lens: Tensor) -> Rectangle:
         columns = torch.arange(slots.shape[1], device=slots.device)
-        return torch.where(columns < context_lens.unsqueeze(1), slots, slots[:, :1])
+        return Rectangle(torch.where(columns < context_lens.unsqueeze(1), slots, slots[:, :1]), context_lens)
 
     def rectangle_attention(
-        self, q: Tensor, store: KVStore, slots: Tensor, context_lens: Tensor, *, scale: float, window: int | None
+        self, q: Tensor, store: KVStore, rectangle: Rectangle, *, scale: float, window: int | None
     ) -> Tensor:
-        keys, values = store
         rows, heads, head_dim = q.shape
-        kv_heads, width = keys.shape[0], slots.shape[1]
-        flat = slots.reshape(-1)
-        k = keys.index_select(1, flat).view(kv_heads, rows, width, head_dim)
-        v = values.index_select(1, flat).view(kv_heads, rows, width, head_dim)
-        grouped = q.view(rows, kv_heads, heads // kv_heads, head_dim).transpose(0, 1)
-        scores = torch.matmul(grouped, k.transpose(-1, -2)).float() * scale
-        scores = scores.masked_fill(~_visible(width, context_lens, window)[None, :, None, :], float("-inf"))
-        out = torch.matmul(scores.softmax(-1).to(v.dtype), v).transpose(0, 1).reshape(rows, heads * head_dim)
-        # A row with no context has no softmax: its scores are all -inf and its slots are the sink's, whatever it holds.
-        return torch.where(context_lens.unsqueeze(1) > 0, out, torch.zeros((), dtype=out.dtype, device=out.device))
+        width, kv_heads = rectangle.slots.shape[1], store[0].shape[1]
+        flat = rectangle.slots.reshape(-1)
+        if rectangle.scratch is None:
+            shape = (flat.shape[0], kv_heads, head_dim)
+            rectangle.scratch = (q.new_empty(shape), q.new_empty(shape))
+        k, v = (
+            torch.index_select(side, 0, flat, out=out).view(rows, width, kv_heads, head_dim).transpose(1, 2)
+            for side, out in zip(store, rectangle.scratch, strict=True)
+        )
+        # The query heads that share a K/V head stand where a longer query would: nothing is repeated for them.
+        grouped = q.view(rows, kv_heads, heads // kv_heads, head_dim)
+        mask = _visible(width, rectangle.context_lens, window)[:, None, None, :]
+        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(rows, -1)
+        # A row with no context has no softmax, and its slots are the sink's, whatever that holds.
+        return torch.where(rectangle.context_lens.unsqueeze(1) > 0, out, 0.0)
 
     def chunk_attention(
         self, q: Tensor, store: KVStore, slots: Tensor, context_lens: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
         keys, values = store
         rows, heads, head_dim = q.shape
-        groups = heads // keys.shape[0]
-        k = keys.index_select(1, slots).repeat_interleave(groups, dim=0)
-        v = values.index_select(1, slots).repeat_interleave(groups, dim=0)
-        mask = _visible(slots.shape[0], context_lens, window)
-        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, scale=scale)
-        return out[0].transpose(0, 1).reshape(rows, heads * head_dim)
+        kv_heads, width = keys.shape[1], slots.shape[0]
+        groups = heads // kv_heads
+        k = keys.index_select(0, slots).transpose(0, 1)[None]
+        v = values.index_select(0, slots).transpose(0, 1)[None]
+        grouped = q.view(rows, kv_heads, groups, head_dim).transpose(0, 1).reshape(1, kv_heads, rows * groups, head_dim)
+        mask = _visible(width, context_lens, window).repeat_interleave(groups, dim=0)
+        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+        return out.view(kv_heads, rows, groups, head_dim).transpose(0, 1).reshape(rows, heads * head_dim)
 
 
 def _visible(width: int, context_lens: Tensor, window: int | None) -> Tensor:
