@@ -94,5 +94,7 @@ class App:
 
 
 def create_app(engine: BootableEngine, config: ServerConfig | None = None) -> App:
-    """The app that serves `engine`. Start-up enters the engine, which boots behind it, and returns at once."""
+    """The app that serves `engine`. Start-up enters the engine, which boots behind it, and returns at once.
+
+    Serve it with `server.run.serve`, which ends open streams with the truth; a plain uvicorn cuts them off."""
     return App(engine, config or ServerConfig())

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
+
+from nanoserve.errors import ConfigError
 
 MIB = 1024 * 1024
 LOOPBACK = ("localhost", "::1")
@@ -11,7 +14,7 @@ LOOPBACK = ("localhost", "::1")
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Everything `create_app` and `serve` need.
+    """Everything `create_app` and `serve` need. Raises ConfigError for values that cannot work.
 
     host, port            the address to bind; port 0 takes a free one
     api_keys              keys that open the routes; none: every route is open
@@ -38,6 +41,17 @@ class ServerConfig:
     ping_seconds: float = 15.0
     send_timeout_seconds: float = 60.0
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
+
+    def __post_init__(self) -> None:
+        for key in self.api_keys:
+            if not key or key != key.strip():
+                raise ConfigError("an API key is empty or has spaces around it; pass a key that a header can carry")
+        for origin in self.allowed_origins:
+            if origin != "*" and not urlsplit(origin).netloc:
+                raise ConfigError(f"allowed origin {origin!r} is no origin; pass one such as https://host:port, or *")
+        for name in ("drain_seconds", "ping_seconds", "send_timeout_seconds"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; the limit is 0; pass a value from 0")
 
     @property
     def is_loopback(self) -> bool:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -69,6 +70,8 @@ class Envelope:
                 await self._preflight(headers)(scope, receive, send_with_headers)
             else:
                 await self._app(scope, receive, send_with_headers)
+        except ClientDisconnect:
+            return  # it left in the middle of its own request: nobody is there to be told
         except Exception as error:
             if not isinstance(error, NanoserveError | HTTPException):
                 logger.exception("%s %s failed", scope.get("method", "WS"), scope["path"])

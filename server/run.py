@@ -17,7 +17,7 @@ import threading
 import time
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
 from sse_starlette.sse import AppStatus
@@ -83,13 +83,18 @@ def page_address(config: ServerConfig, port: int) -> str:
 
 
 def log_config(level: str) -> dict[str, Any]:
-    logger_config = {"handlers": ["stderr"], "level": level.upper(), "propagate": False}
+    """Lines on stderr. uvicorn never says less than a warning: below it stand queries and headers, and so keys."""
+    uvicorn_level = "ERROR" if level == "error" else "WARNING"
+    common = {"handlers": ["stderr"], "propagate": False}
     return {
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
-        "loggers": {"uvicorn": logger_config, "nanoserve": logger_config},
+        "loggers": {
+            "uvicorn": {**common, "level": uvicorn_level},
+            "nanoserve": {**common, "level": level.upper()},
+        },
     }
 
 
@@ -207,6 +212,16 @@ class Server(uvicorn.Server):
 def _end_hard(seconds: float) -> None:
     print(f"nanoserve: still not stopped after {seconds:.0f} s; ending the process", file=sys.stderr, flush=True)
     os._exit(1)
+
+
+def end_process(code: int) -> NoReturn:
+    """Flush and leave without the interpreter's finalisation: the engine's daemon thread may be inside native code,
+    which finalisation would unwind, aborting the process with another code."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def serve(engine: BootableEngine, config: ServerConfig, sockets: list[socket.socket] | None = None) -> int:

@@ -29,7 +29,7 @@ from server.failures import GenerationFailed, UpgradeRequired, describe
 from server.lifecycle import Lifecycle
 from server.schemas import ChatBody, CompletionBody, convert, decode
 from server.seam import Engine
-from server.shapes import ChatShape, Choice, nanoserve_body, usage_body
+from server.shapes import ChatShape, Choice, in_band_error, nanoserve_body, usage_body
 from server.submission import Submission
 from server.translate import Job, chat_job, completion_job, served_now
 
@@ -261,8 +261,9 @@ class Connection:
 
 
 def terminal_frame(identity: str, finished: Finished) -> dict[str, Any]:
-    if finished.error is not None:
-        failure = GenerationFailed(f"generation failed: {finished.error}")
+    if finished.error is not None or "error" in finished.finish_reasons:
+        failure = in_band_error(finished)
+        assert failure is not None
         return {"type": "error", "id": identity, **describe(failure).body}
     return {
         "type": "done",

@@ -35,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--drain-seconds", type=float, default=5.0)
     parser.add_argument("--delay", type=float, help="seconds between tokens, for every request")
     parser.add_argument("--flood", action="store_true", help="answer with large tokens, as fast as they are read")
+    parser.add_argument("--log-level", default="warning")
     options = parser.parse_args(argv)
     warming = [("warming", done, 12, (12 - done) * options.boot_seconds) for done in range(12)]
     stages = [("loading", 40, 100, None), *warming]
@@ -45,7 +46,10 @@ def main(argv: list[str] | None = None) -> int:
     if options.flood:
         engine.script = lambda request: Script(tokens=("x" * 100_000,), delay=0.001)
     config = ServerConfig(
-        port=options.port, api_keys=tuple(options.api_key), drain_seconds=options.drain_seconds, log_level="warning"
+        port=options.port,
+        api_keys=tuple(options.api_key),
+        drain_seconds=options.drain_seconds,
+        log_level=options.log_level,
     )
     return serve(engine, config)
 

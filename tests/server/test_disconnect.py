@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import struct
 from collections.abc import Iterator
@@ -23,6 +24,20 @@ def shared() -> Iterator[Running]:
     with serving(api_keys=(KEY,), allowed_origins=("https://a.example",)) as running:
         running.session.headers["authorization"] = f"Bearer {KEY}"
         yield running
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """What the server logs; its loggers do not propagate, so caplog does not see it."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in ("nanoserve", "uvicorn")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield messages
+    for logger in loggers:
+        logger.removeHandler(handler)
 
 
 def reset(connection: socket.socket) -> None:
@@ -80,6 +95,18 @@ def test_generations_are_gone_when_their_websocket_drops(server: Running) -> Non
         reset(websocket.socket)
     server.wait_idle()
     assert len(server.engine.aborted) == 2
+
+
+def test_log_has_no_traceback_when_a_client_leaves_in_the_middle_of_its_body(
+    server: Running, logged: list[str]
+) -> None:
+    connection = server.connect()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-type: application/json\r\n"
+    connection.sendall(f'{head}content-length: 1000\r\n\r\n{{"mess'.encode())
+    wait_until(lambda: bool(server.server.server_state.tasks))
+    reset(connection)
+    wait_until(lambda: not server.server.server_state.tasks)
+    assert logged == []
 
 
 def test_nothing_is_aborted_when_the_client_stays(server: Running) -> None:

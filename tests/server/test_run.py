@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -126,6 +128,15 @@ def test_exit_code_is_3_with_one_line_and_no_engine_when_the_port_is_taken(capsy
     captured = capsys.readouterr()
     assert len(captured.err.splitlines()) == 1
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"api_keys": ("",)}, {"api_keys": (" k",)}, {"allowed_origins": ("example.org",)}, {"drain_seconds": -1.0}],
+)
+def test_config_is_refused_when_a_value_cannot_work(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        ServerConfig(**options)
 
 
 # --- exit codes
@@ -243,6 +254,37 @@ def test_whole_answers_are_refused_truly_when_the_server_drains() -> None:
         server.server.loop.call_soon_threadsafe(server.server.begin_drain)
         response = answer.result()
     assert (response.status_code, error_of(response)["code"]) == (503, "draining")
+
+
+def test_exit_code_survives_when_a_daemon_thread_is_busy_at_the_end() -> None:
+    script = (
+        "import sys, threading\n"
+        "from server.run import end_process\n"
+        "def spin():\n"
+        "    while True: sum(range(1000))\n"
+        "threading.Thread(target=spin, daemon=True).start()\n"
+        "print('said', end='')\n"
+        "end_process(7)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "said", "")
+
+
+def test_key_is_not_in_the_log_when_the_level_is_debug() -> None:
+    key = "very-secret-key"
+    encoded = base64.urlsafe_b64encode(key.encode()).decode().rstrip("=")
+    with process("--boot-seconds", "0.01", "--api-key", key, "--log-level", "debug") as child:
+        requests.get(f"{child.url}/metrics?api_key={key}", headers={"authorization": f"Bearer {key}"}, timeout=5)
+        url = child.url.replace("http", "ws") + f"/ws?key={key}"
+        with connect(url, additional_headers={"authorization": f"Bearer {key}"}):
+            pass
+        with connect(url, subprotocols=["nanoserve.v1", f"nanoserve.key.{encoded}"]):
+            pass
+        child.process.send_signal(signal.SIGTERM)
+        code, output, errors = child.end()
+    assert code == 0
+    assert key not in output + errors
+    assert encoded not in output + errors
 
 
 # --- what an import costs
