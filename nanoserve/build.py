@@ -56,9 +56,14 @@ class Prepared:
         return ModelFacts(self.model.num_attention_heads, self.model.vocab_size)
 
 
-def build_engine(config: EngineConfig, metrics: Metrics, report: Report, *, bar: bool = True) -> Booted:
-    """Load, plan, allocate, warm. Raises StartupError for what the operator has to change."""
-    prepared = prepare(config, metrics, report, bar=bar)
+def build_engine(
+    config: EngineConfig, metrics: Metrics, report: Report, *, bar: bool = True, backend: GraphBackend | None = None
+) -> Booted:
+    """Load, plan, allocate, warm. Raises StartupError for what the operator has to change.
+
+    backend  how graphs are recorded; None: what `config.graph_backend` names
+    """
+    prepared = prepare(config, metrics, report, bar=bar, backend=backend)
     defaults = {name: value for name, value in asdict(prepared.model.sampling).items() if value is not None}
     booted = Booted(
         engine=prepared.engine,
@@ -86,7 +91,9 @@ def describe_plan(config: EngineConfig, metrics: Metrics, report: Report) -> lis
     return lines
 
 
-def prepare(config: EngineConfig, metrics: Metrics, report: Report, *, bar: bool = True) -> Prepared:
+def prepare(
+    config: EngineConfig, metrics: Metrics, report: Report, *, bar: bool = True, backend: GraphBackend | None = None
+) -> Prepared:
     """Load the model, size the pool, wire the parts."""
     started = perf_counter()
     check_config(config)
@@ -104,7 +111,7 @@ def prepare(config: EngineConfig, metrics: Metrics, report: Report, *, bar: bool
     tokenizer = load_tokenizer(source)
     pool_plan = plan_pool(config, loaded.config, loaded.decoder.weights.embed.dtype, device)
     log.info(pool_plan.describe())
-    engine = assemble(config, loaded, pool_plan, metrics, device)
+    engine = assemble(config, loaded, pool_plan, metrics, device, backend=backend)
     eos = frozenset(loaded.config.eos_token_ids) | tokenizer.eos_token_ids
     intake = Intake(
         tokenizer,
@@ -189,10 +196,20 @@ def plan_pool(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, devi
 
 
 def assemble(
-    config: EngineConfig, loaded: LoadedModel, pool_plan: KVPoolPlan, metrics: Metrics, device: torch.device
+    config: EngineConfig,
+    loaded: LoadedModel,
+    pool_plan: KVPoolPlan,
+    metrics: Metrics,
+    device: torch.device,
+    *,
+    ops: ReferenceOps | None = None,
+    backend: GraphBackend | None = None,
 ) -> Engine:
-    """Wire the parts of one engine; allocates the step buffers and the slot table, the K/V pool at its first write."""
-    model, ops = loaded.config, ReferenceOps()
+    """Wire the parts of one engine; allocates the step buffers and the slot table, the K/V pool at its first write.
+
+    ops, backend  another kernel set, another way to record; None: what config and device ask for
+    """
+    model, ops = loaded.config, ops or ReferenceOps()
     pool = BlockPool(pool_plan.num_blocks, config.block_size)
     shapes = ShapeSet.build(
         max_rows=config.max_sequences, max_width=pool_plan.max_model_len, width_multiple=config.width_multiple
@@ -210,7 +227,7 @@ def assemble(
     )
     graphs: GraphSet[DecodeOutput] | None = None
     if config.capture_decode:
-        graphs = GraphSet(pick_backend(config, device), read=config.attention_read)
+        graphs = GraphSet(backend or pick_backend(config, device), read=config.attention_read)
     runner = Runner(
         loaded.decoder,
         ops,
