@@ -4,7 +4,7 @@ the WebSockets that have not closed yet. Owned by the app, driven by `server.run
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
@@ -38,7 +38,7 @@ class Lifecycle:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._no_sockets.wait(), timeout_seconds)
 
-    async def until_closing(self, source: AsyncIterator[T]) -> AsyncIterator[T]:
+    async def until_closing(self, source: AsyncIterator[T]) -> AsyncGenerator[T, None]:
         """The items of `source` until it ends or `closing` is set."""
         closing = asyncio.create_task(self.closing.wait())
         item: asyncio.Future[T] | None = None

@@ -31,6 +31,7 @@ from server.seam import BootableEngine
 SAME_SIGNAL_SECONDS = 1.0
 HURRIED_SECONDS = 1.0
 FLUSH_SECONDS = 3
+SOCKET_SECONDS = 2.5  # time for a socket's last frames and its close frame
 STUCK_SECONDS = 10.0
 BACKLOG = 2048
 
@@ -75,6 +76,13 @@ def _listen(family: socket.AddressFamily, address: tuple[Any, ...]) -> socket.so
         sock.close()
         raise
     return sock
+
+
+def exposure_warning(config: ServerConfig) -> str | None:
+    """What to say about an address that others can reach and that asks for no key."""
+    if config.is_loopback or config.api_keys:
+        return None
+    return f"{config.host} is open to the network and asks for no key; pass --api-key, or --host 127.0.0.1"
 
 
 def page_address(config: ServerConfig, port: int) -> str:
@@ -205,7 +213,7 @@ class Server(uvicorn.Server):
         finally:
             ending.cancel()
             hurried.cancel()
-            await self._app.lifecycle.close(HURRIED_SECONDS)
+            await self._app.lifecycle.close(SOCKET_SECONDS)
             self.should_exit = True
 
 
@@ -231,9 +239,9 @@ def serve(engine: BootableEngine, config: ServerConfig, sockets: list[socket.soc
     except StartupError as error:
         print(f"nanoserve: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    if not config.is_loopback and not config.api_keys:
-        message = f"nanoserve: warning: {config.host} is open to the network and no --api-key is set"
-        print(message, file=sys.stderr, flush=True)
+    warning = exposure_warning(config)
+    if warning is not None:
+        print(f"nanoserve: warning: {warning}", file=sys.stderr, flush=True)
     # Streams end by `Server._drain`, with a terminal event; the library would cut them off when uvicorn shuts down.
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     address = page_address(config, bound[0].getsockname()[1])

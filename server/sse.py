@@ -1,7 +1,7 @@
 """Server-sent events: payloads to frames, and the response that carries them.
 
-Frames are `data:` lines with LF only, yielded as bytes. `EventStream` is sse-starlette's response with
-our framing and a clean-up that runs however the stream ends.
+Frames are `data:` lines with LF only, yielded as bytes. `EventStream` is sse-starlette's response with our framing
+and a clean-up that runs however the stream ends.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ async def completion_frames(submission: Submission, shape: Shape, include_usage:
 
 async def event_frames(engine: Engine, lifecycle: Lifecycle) -> AsyncIterator[bytes]:
     """The frames of /steps: live events from now on, until the process closes."""
-    async for event in lifecycle.until_closing(engine.events()):
-        yield frame(event)
+    async with aclosing(lifecycle.until_closing(engine.events())) as events:
+        async for event in events:
+            yield frame(event)
 
 
 class EventStream(EventSourceResponse):

@@ -1,6 +1,6 @@
 """The WebSocket: any number of generations and the live feed over one connection (protocol `nanoserve.v1`).
 
-    reader task      always sits in receive(), or pongs go unread and the peer is declared dead; it never sends
+    reader task      always sits in receive(), or pongs go unread and the peer is declared dead; it sends only a close
     outbox task      sends what the reader has to say
     one task per generation, one for the live feed; each sends its own frames and so feels the client's pace
 
@@ -38,6 +38,7 @@ MAX_GENERATIONS = 128
 MAX_ID = 128
 OUTBOX_FRAMES = 256
 GOING_AWAY, POLICY_VIOLATION = 1001, 1008
+CLOSE_SECONDS = 1.0
 
 logger = logging.getLogger("nanoserve.server")
 
@@ -92,10 +93,8 @@ class Connection:
             if closing in done and reader not in done:
                 # Every generation has ended by now; what is left is to let their last frames out.
                 if self._generations:
-                    await asyncio.wait(self._generations, timeout=1.0)
+                    await asyncio.wait(self._generations, timeout=CLOSE_SECONDS)
                 await self._close(GOING_AWAY, "the server is shutting down")
-            elif outbox in done and reader not in done:
-                await self._close(POLICY_VIOLATION, "too many unread replies")
             for task in done:
                 task.result()
         finally:
@@ -112,8 +111,9 @@ class Connection:
         await self._lifecycle.closing.wait()
 
     async def _close(self, code: int, reason: str) -> None:
-        with suppress(WebSocketDisconnect, RuntimeError, OSError):
-            await self._websocket.close(code, reason)
+        """The close frame waits behind what the client has not read, and so not for ever."""
+        with suppress(WebSocketDisconnect, WebSocketDisconnected, TimeoutError):
+            await asyncio.wait_for(self._websocket.close(code, reason), CLOSE_SECONDS)
 
     # --- from the client
 
@@ -122,16 +122,20 @@ class Connection:
             message = await self._websocket.receive()
             if message["type"] == "websocket.disconnect":
                 return
-            text = message.get("text")
-            if text is None:
-                self._reply_error(InvalidRequest("binary frames are not understood; send text frames of JSON"))
-                continue
             try:
-                self._take(text)
-            except ClientError as error:
-                self._reply_error(error)
+                self._take_or_reply(message.get("text"))
             except asyncio.QueueFull:
+                await self._close(POLICY_VIOLATION, f"{OUTBOX_FRAMES} error replies are unread")
                 return
+
+    def _take_or_reply(self, text: str | None) -> None:
+        """One message; `text` is None for a binary one. Raises QueueFull when the client reads no replies."""
+        try:
+            if text is None:
+                raise InvalidRequest("binary frames are not understood; send text frames of JSON")
+            self._take(text)
+        except ClientError as error:
+            self._reply_error(error)
 
     def _take(self, text: str) -> None:
         """One client frame. Unknown types are ignored. Raises ClientError."""
@@ -170,9 +174,7 @@ class Connection:
             raise InvalidRequest(message, param="id", code="duplicate_id")
         try:
             if len(self._live) >= MAX_GENERATIONS:
-                message = (
-                    f"{len(self._live)} generations run on this socket; the limit is {MAX_GENERATIONS}; wait for one"
-                )
+                message = f"{len(self._live)} generations run here; the limit is {MAX_GENERATIONS}; wait for one to end"
                 raise InvalidRequest(message, code="too_many_generations")
             self._count += 1
             job = self._job(frame, f"{self._prefix}-{self._count}")

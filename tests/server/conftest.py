@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -24,3 +25,17 @@ def server(shared: Running) -> Iterator[Running]:
     engine.defaults, engine.submit_error = {}, None
     yield shared
     shared.wait_idle()
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """What the server logs; its loggers do not propagate, so caplog does not see it."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in ("nanoserve", "uvicorn")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield messages
+    for logger in loggers:
+        logger.removeHandler(handler)

@@ -22,7 +22,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from nanoserve.errors import ConfigError, PortTaken
 from server.config import ServerConfig
-from server.run import bind, page_address, serve
+from server.run import bind, exposure_warning, page_address, serve
 from tests.server.fake_engine import Script, ScriptedEngine
 from tests.server.support import CHAT, HELLO, error_of, payloads, serving, wait_until
 
@@ -118,6 +118,13 @@ def test_bind_names_the_limit_when_the_port_is_no_port(port: int) -> None:
 )
 def test_page_address_is_one_a_browser_can_open(host: str, address: str) -> None:
     assert page_address(ServerConfig(host=host), 8000) == address
+
+
+def test_warning_is_given_when_a_wider_address_asks_for_no_key() -> None:
+    assert "--api-key" in str(exposure_warning(ServerConfig(host="0.0.0.0")))
+    assert exposure_warning(ServerConfig(host="0.0.0.0", api_keys=("k",))) is None
+    for host in ("127.0.0.1", "127.8.8.8", "localhost", "::1"):
+        assert exposure_warning(ServerConfig(host=host)) is None
 
 
 def test_exit_code_is_3_with_one_line_and_no_engine_when_the_port_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
