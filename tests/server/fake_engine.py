@@ -158,6 +158,10 @@ class ScriptedEngine:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    async def reached(self, stage: str) -> None:
+        while self.stage != stage:
+            await self._changed.wait()
+
     @property
     def stage(self) -> str:
         return str(self._stage["stage"])

@@ -108,3 +108,13 @@ def test_stream_ends_without_a_traceback_when_the_client_stops_reading(logged: l
         connection.close()
         server.wait_idle()
     assert not [message for message in logged if "Exception" in message]
+
+
+def test_all_choices_are_gone_when_a_client_with_four_leaves_in_the_middle(server: Running) -> None:
+    server.engine.script = lambda request: Script(delay=0.01)
+    connection = begin(server, ENDLESS | {"n": 4, "stream": True})
+    assert b" 200 " in connection.makefile("rb").readline()
+    reset(connection)
+    server.wait_idle()
+    assert len(server.engine.aborted) == 1
+    assert server.get("/metrics").json()["kv"]["blocks_used"] == 0
