@@ -44,9 +44,8 @@ def test_records_add_up_when_combined() -> None:
 
 def test_reasons_stand_in_the_order_of_the_prompts_when_the_last_ends_first() -> None:
     async def work(engine: ScriptedEngine) -> None:
-        engine.script = lambda r: Script(
-            delay=0.05 if r.request_id == "a" else 0.0, finish="stop" if r.request_id == "a" else "length"
-        )
+        scripts = {"a": Script(delay=0.05, finish="stop"), "b": Script(finish="length")}
+        engine.script = lambda r: scripts[r.request_id]
         async with Submission(engine, [request("a", 2), request("b", 2)]) as submission:
             deltas = [delta async for delta in submission.deltas()]
         assert [delta.finished is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
