@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -94,10 +95,15 @@ def until(check: Callable[[], Any], what: str, seconds: float = 10.0) -> Any:
 
 @dataclass
 class Chat:
-    """A tab with the page, in its reader's words. `errors` is what it logged; a test may clear what it provoked."""
+    """A tab with the page, in its reader's words. `provoked` are patterns of errors that the test brings about."""
 
     tab: Any
     errors: list[str] = field(default_factory=list)
+    provoked: list[str] = field(default_factory=list)
+
+    def unexpected(self) -> list[str]:
+        """Errors the page logged that the test did not announce."""
+        return [error for error in self.errors if not any(re.search(pattern, error) for pattern in self.provoked)]
 
     def open(self, url: str) -> Chat:
         self.tab.goto(url)
@@ -167,7 +173,7 @@ def open_chat(chromium: Any) -> Iterator[Callable[..., Chat]]:
     yield open_one
     for context, _ in opened:
         context.close()
-    assert not [error for _, chat in opened for error in chat.errors]
+    assert not [error for _, chat in opened for error in chat.unexpected()]
 
 
 @pytest.fixture(scope="module")

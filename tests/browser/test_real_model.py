@@ -16,7 +16,9 @@ BOOT_SECONDS = 60.0
 
 @pytest.fixture(scope="module")
 def real_url(smollm2_path: Path) -> Iterator[str]:
-    with serving("serve.py", "--model", str(smollm2_path), port=free_port()) as server:
+    # Small enough that the warm-up is six graphs.
+    limits = ("--max-sequences", "4", "--max-model-len", "256")
+    with serving("serve.py", "--model", str(smollm2_path), *limits, port=free_port()) as server:
         yield server.url
 
 
