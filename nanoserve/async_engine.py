@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
@@ -36,12 +36,23 @@ STUCK_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    health: dict[str, Any]
-    metrics: dict[str, Any]
+    """See `server.seam.Snapshot`. The two documents are made when they are read: every request takes a snapshot, and
+    few read them."""
+
     model_names: tuple[str, ...]
     max_model_len: int | None
     created: int
     sampling_defaults: Mapping[str, float]
+    make_health: Callable[[], dict[str, Any]]
+    make_metrics: Callable[[], dict[str, Any]]
+
+    @property
+    def health(self) -> dict[str, Any]:
+        return self.make_health()
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        return self.make_metrics()
 
 
 class AsyncEngine:
@@ -65,6 +76,7 @@ class AsyncEngine:
         self._booted: Booted | None = None
         self._outputs: OutputProcessor | None = None
         self._failure: str | None = None
+        self._exit_code: int | None = None
         self._draining = False
         self._drain_until = float("inf")
         self._wake = asyncio.Event()
@@ -141,8 +153,33 @@ class AsyncEngine:
     def snapshot(self) -> Snapshot:
         """See `server.seam.Engine.snapshot`."""
         booted = self._booted
+        return Snapshot(
+            model_names=self._model_names,
+            max_model_len=booted.intake.max_model_len if booted else None,
+            created=self._created,
+            sampling_defaults=booted.sampling_defaults if booted else {},
+            make_health=self._health,
+            make_metrics=self._metrics.snapshot,
+        )
+
+    async def drain(self, seconds: float) -> None:
+        """See `server.seam.Engine.drain`."""
+        self._drain_until = min(self._drain_until, time.monotonic() + seconds)
+        if not self._draining:
+            self._draining = True
+            self._feed.publish(self._boot_event())
+        outputs = self._outputs
+        if outputs is None:
+            return
+        # Polled, because a later call may bring the deadline forward.
+        while outputs.open_requests and time.monotonic() < self._drain_until:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        outputs.end_all("draining")
+
+    def _health(self) -> dict[str, Any]:
+        booted = self._booted
         status = self._status()
-        health = {
+        return {
             "status": status,
             "ready": status in ("ready", "degraded"),
             "version": self._version,
@@ -153,26 +190,6 @@ class AsyncEngine:
             "warmup": booted.warmup() if booted else None,
             "kernels": booted.kernels if booted else None,
         }
-        return Snapshot(
-            health=health,
-            metrics=self._metrics.snapshot(),
-            model_names=self._model_names,
-            max_model_len=booted.intake.max_model_len if booted else None,
-            created=self._created,
-            sampling_defaults=booted.sampling_defaults if booted else {},
-        )
-
-    async def drain(self, seconds: float) -> None:
-        """See `server.seam.Engine.drain`."""
-        self._draining = True
-        self._drain_until = min(self._drain_until, time.monotonic() + seconds)
-        outputs = self._outputs
-        if outputs is None:
-            return
-        # Polled, because a later call may bring the deadline forward.
-        while outputs.open_requests and time.monotonic() < self._drain_until:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        outputs.end_all("draining")
 
     # --- admission -----------------------------------------------------------------------------------------
 
@@ -223,6 +240,10 @@ class AsyncEngine:
         event: dict[str, Any] = {"type": "boot", **asdict(self._progress)}
         if self._failure is not None:
             event["message"] = self._failure
+            if self._exit_code is not None:
+                event["exit_code"] = self._exit_code
+        elif self._draining:
+            event["stage"] = "draining"
         return event
 
     def _report(self, progress: BootProgress) -> None:
@@ -270,10 +291,8 @@ class AsyncEngine:
         self._progress = BootProgress("failed")
         if self._outputs is not None:
             self._outputs.end_all("error", message)
-        event = self._boot_event()
-        if exit_code is not None:
-            event["exit_code"] = exit_code
-        self._feed.publish(event)
+        self._exit_code = exit_code
+        self._feed.publish(self._boot_event())
 
     async def _run_steps(self, thread: EngineThread, booted: Booted, outputs: OutputProcessor) -> None:
         engine = booted.engine

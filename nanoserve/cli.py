@@ -29,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    from nanoserve.bench import add_bench_parser
+
     parser = argparse.ArgumentParser(prog="nanoserve", description="An LLM inference engine and streaming server.")
     parser.add_argument("--version", action="version", version=f"nanoserve {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -41,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", help="system prompt")
     chat.add_argument("--temperature", type=float, help="0 is greedy (default: the model's)")
     chat.set_defaults(run=run_chat)
+    add_bench_parser(commands, formatter_class=_Formatter)
     return parser
 
 
@@ -136,7 +139,7 @@ def run_serve(args: argparse.Namespace) -> int:
     from nanoserve.metrics import Metrics
     from nanoserve.source import check_source, resolve
     from server.config import ServerConfig
-    from server.run import bind, serve
+    from server.run import bind, end_process, serve
 
     config = engine_config(args)
     keys = [*args.api_key, *filter(None, [os.environ.get("NANOSERVE_API_KEY")])]
@@ -161,7 +164,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
     name = server_config.served_model_name or source.name
     engine = AsyncEngine(boot, metrics, model_names=(name,), version=__version__, max_queued=config.max_queued)
-    return serve(engine, server_config, sockets)
+    end_process(serve(engine, server_config, sockets))
 
 
 def run_dry(args: argparse.Namespace) -> int:
