@@ -1,0 +1,61 @@
+"""Measurements of this engine on this machine: `nanoserve bench NAME`. A table, CSV and a picture, and one JSON line.
+
+flags     the command line of every measurement
+subject   the model under test and the engines made from it
+client    sequences driven through an engine, token by token
+tables    results as text, CSV and JSON
+svg       pictures
+and one module for each measurement, with `run(args) -> exit code`, and its picture beside it
+
+Imports nothing heavy: a measurement's module is loaded when it is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from nanoserve.bench.flags import add_stalls_flags, add_warm_flags
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """`name` is the subcommand and the module that runs it."""
+
+    name: str
+    help: str
+    add_flags: Callable[[argparse.ArgumentParser], None]
+
+    def run(self, args: argparse.Namespace) -> int:
+        try:
+            code = int(import_module(f"{__name__}.{self.name}").run(args))
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # The reader has what it wanted (`| head`). What is left in the buffer must not fail again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + 13
+        return code
+
+
+MEASUREMENTS = (
+    Measurement(
+        "warm", "recordings: how many a run makes, where they are paid for, what memory allows", add_warm_flags
+    ),
+    Measurement("stalls", "gaps between one client's tokens, with and without warming", add_stalls_flags),
+)
+
+
+def add_bench_parser(commands: Any, **parser_options: Any) -> None:
+    """Add `bench` and its measurements to a parser's subcommands."""
+    bench = commands.add_parser("bench", help="measure this engine on this machine", **parser_options)
+    measurements = bench.add_subparsers(dest="measurement", required=True, metavar="measurement")
+    for each in MEASUREMENTS:
+        parser = measurements.add_parser(each.name, help=each.help, description=each.help, **parser_options)
+        each.add_flags(parser)
+        parser.set_defaults(run=partial(Measurement.run, each))

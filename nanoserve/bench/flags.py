@@ -1,0 +1,103 @@
+"""The flags of every measurement, and the checks that need nothing but the flags. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import get_args
+
+from nanoserve.config import GraphBackend
+from nanoserve.errors import ConfigError
+
+
+def add_warm_flags(parser: argparse.ArgumentParser) -> None:
+    _add_subject_flags(parser)
+    add = parser.add_argument_group("what is recorded (measured)").add_argument
+    add("--rows", type=int, default=2, help="sequences that decode together")
+    add("--prompt-tokens", type=int, default=16, help="tokens of each prompt")
+    add("--width-multiple", type=int, default=32, help="widths are multiples of this")
+    add("--generated", type=int, nargs="+", default=[8, 32, 64, 128], metavar="N", help="lengths of the answers")
+    add = parser.add_argument_group("where it is paid for (arithmetic)").add_argument
+    add("--serving-rows", type=int, default=256, help="rows of the deployment; also of the memory budgets")
+    add("--serving-width", type=int, default=8192, help="longest context of the deployment")
+    add("--serving-multiple", type=int, default=128, help="width multiple of the deployment")
+    add(
+        "--serving-generated",
+        type=int,
+        nargs="+",
+        default=[128, 512, 2048, 8192],
+        metavar="N",
+        help="decode steps of one request",
+    )
+    add("--seconds-per-graph", type=float, default=0.05, help="price of one recording")
+    add("--trim-rows", type=int, default=8, help="row ceiling of the trimmed lists")
+    add("--trim-width", type=int, default=2048, help="width ceiling of the shorter trimmed list")
+    add = parser.add_argument_group("what a memory budget allows (arithmetic)").add_argument
+    add("--budget-mb", type=int, nargs="+", default=[64, 268, 1000], metavar="MB", help="budgets, in 10^6 bytes")
+    add("--heads", type=int, default=32, help="attention heads; scores are fp32")
+    _add_output_flags(parser)
+
+
+def add_stalls_flags(parser: argparse.ArgumentParser) -> None:
+    _add_subject_flags(parser)
+    add = parser.add_argument_group("the client").add_argument
+    add("--prompt-tokens", type=int, default=16, help="tokens of its prompt")
+    add("--generated", type=int, default=128, metavar="N", help="tokens of its answer")
+    add("--width-multiple", type=int, default=32, help="widths are multiples of this")
+    add("--repeats", type=int, default=3, help="runs of each kind, in turn; a gap is the median over them")
+    _add_output_flags(parser)
+
+
+def _add_subject_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model and backend").add_argument
+    add("--model", help="folder, .gguf file, hub id or short name (default: a tiny random decoder, made in memory)")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the weights")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1")
+    add("--threads", type=int, help="compute threads (default: one per core; the tiny decoder: 1)")
+    add("--graph-backend", default="auto", choices=get_args(GraphBackend), help="how to record")
+    add(
+        "--record-seconds",
+        type=float,
+        metavar="S",
+        help="sleep this long in each recording: stands for a device whose recordings cost that, and is named so",
+    )
+
+
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("output").add_argument
+    add("--csv", type=Path, metavar="DIR", help="write the tables there, one file each")
+    add("--picture", type=Path, metavar="FILE.svg", help="draw the result")
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Numbers in range and outputs that can be written, before anything is measured. Raises ConfigError."""
+    for name, value in vars(args).items():
+        for each in value if isinstance(value, list) else [value]:
+            _check_number(name, each)
+    for tokens in args.generated if isinstance(args.generated, list) else [args.generated]:
+        if tokens < 2:
+            raise ConfigError(f"--generated is {tokens}; an answer of at least 2 tokens has a decode step; raise it")
+    if args.csv is not None:
+        _make_folder(args.csv, "--csv")
+    if args.picture is not None:
+        if args.picture.suffix.lower() != ".svg":
+            raise ConfigError(f"--picture {args.picture} is no SVG file; give it a name that ends in .svg")
+        _make_folder(args.picture.parent, "--picture")
+
+
+def _check_number(name: str, value: object) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return
+    if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{flag} is {value}; it must be a number of seconds, at least 0")
+    if isinstance(value, int) and value < 1:
+        raise ConfigError(f"{flag} is {value}; it must be at least 1")
+
+
+def _make_folder(folder: Path, flag: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{flag}: folder {folder} cannot be made: {error.strerror}; name another") from error
