@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 # From the top down. A module may import from its own rank's package or from any later rank.
 RANKS: list[list[str]] = [
-    ["serve", "nanoserve.cli"],
+    ["serve", "nanoserve.cli", "nanoserve.__main__"],
     ["nanoserve.bench"],
     ["server"],
     ["nanoserve.llm"],

@@ -181,6 +181,17 @@ def test_streams_end_truly_and_exit_code_is_0_when_told_to_stop(tmp_path: Path, 
     assert "Traceback" not in server.text()
 
 
+def test_exit_code_is_0_when_told_to_stop_while_warming(tmp_path: Path, smollm2_path: Path) -> None:
+    """The engine thread is then inside native code, which the interpreter's own end would unwind and abort."""
+    with served(tmp_path / "log", wait=False) as server:
+        deadline = time.monotonic() + 60
+        while "warming" not in server.text():
+            assert time.monotonic() < deadline, server.text()
+            time.sleep(0.05)
+        assert server.stop() == 0
+    assert "terminate called" not in server.text()
+
+
 def test_a_taken_port_is_one_line_at_once(server: Served) -> None:
     started = time.monotonic()
     done = serve_to_the_end("--port", str(server.port))
