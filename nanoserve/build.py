@@ -57,13 +57,19 @@ class Prepared:
 
 
 def build_engine(
-    config: EngineConfig, metrics: Metrics, report: Report, *, bar: bool = True, backend: GraphBackend | None = None
+    config: EngineConfig,
+    metrics: Metrics,
+    report: Report,
+    *,
+    bar: bool = True,
+    ops: ReferenceOps | None = None,
+    backend: GraphBackend | None = None,
 ) -> Booted:
     """Load, plan, allocate, warm. Raises StartupError for what the operator has to change.
 
-    backend  how graphs are recorded; None: what `config.graph_backend` names
+    ops, backend  another kernel set, another way to record; None: what config and device ask for
     """
-    prepared = prepare(config, metrics, report, bar=bar, backend=backend)
+    prepared = prepare(config, metrics, report, bar=bar, ops=ops, backend=backend)
     defaults = {name: value for name, value in asdict(prepared.model.sampling).items() if value is not None}
     booted = Booted(
         engine=prepared.engine,
@@ -92,7 +98,13 @@ def describe_plan(config: EngineConfig, metrics: Metrics, report: Report) -> lis
 
 
 def prepare(
-    config: EngineConfig, metrics: Metrics, report: Report, *, bar: bool = True, backend: GraphBackend | None = None
+    config: EngineConfig,
+    metrics: Metrics,
+    report: Report,
+    *,
+    bar: bool = True,
+    ops: ReferenceOps | None = None,
+    backend: GraphBackend | None = None,
 ) -> Prepared:
     """Load the model, size the pool, wire the parts."""
     started = perf_counter()
@@ -111,7 +123,7 @@ def prepare(
     tokenizer = load_tokenizer(source)
     pool_plan = plan_pool(config, loaded.config, loaded.decoder.weights.embed.dtype, device)
     log.info(pool_plan.describe())
-    engine = assemble(config, loaded, pool_plan, metrics, device, backend=backend)
+    engine = assemble(config, loaded, pool_plan, metrics, device, ops=ops, backend=backend)
     eos = frozenset(loaded.config.eos_token_ids) | tokenizer.eos_token_ids
     intake = Intake(
         tokenizer,
@@ -205,10 +217,7 @@ def assemble(
     ops: ReferenceOps | None = None,
     backend: GraphBackend | None = None,
 ) -> Engine:
-    """Wire the parts of one engine; allocates the step buffers and the slot table, the K/V pool at its first write.
-
-    ops, backend  another kernel set, another way to record; None: what config and device ask for
-    """
+    """Wire the parts of one engine; allocates the step buffers and the slot table, the K/V pool at its first write."""
     model, ops = loaded.config, ops or ReferenceOps()
     pool = BlockPool(pool_plan.num_blocks, config.block_size)
     shapes = ShapeSet.build(
