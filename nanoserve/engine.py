@@ -97,10 +97,11 @@ class Engine:
 
     def capture_in_background(self) -> None:
         """Record the next shape of `background`. Runs on the engine thread, between steps, when nothing waits."""
-        shape = self.background.popleft()
+        shape = self.background[0]
         graphs = self.runner.graphs
         if graphs is not None and GraphKey("decode", *shape) not in graphs:
             self.runner.capture(shape, "background")
+        self.background.popleft()  # only now: while it is being recorded it is neither covered nor given up
 
     def uncovered(self) -> list[DecodeShape]:
         """Shapes a step can have that have no graph now."""
