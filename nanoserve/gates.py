@@ -33,7 +33,7 @@ class BoundPlan:
 def check_pad_inert(plan: DecodePlan, sink_slot: int) -> None:
     """Pad rows attend to nothing, pad rows write to the sink, and no real row writes to the sink."""
     real = plan.shape.rows - plan.pad_rows
-    if len(plan.rows) != real:
+    if real < 0 or len(plan.rows) != real:
         raise GateError(f"a plan of shape {plan.shape} with {plan.pad_rows} pad rows names {len(plan.rows)} real rows")
     for row in range(real, plan.shape.rows):
         if plan.context_lens[row] != 0:
@@ -58,9 +58,13 @@ def check_mapping_is_window(bound: BoundPlan, table: SlotTable) -> None:
 
 def check_window_intact(bound: BoundPlan, expected: Sequence[Sequence[int]]) -> None:
     """Each real row's window holds its block table's slots, `expected[row]`, for every position it attends to."""
-    for row, slots in enumerate(expected[: len(bound.plan.rows)]):
+    if len(expected) != len(bound.plan.rows):
+        raise GateError(f"{len(expected)} block tables for the {len(bound.plan.rows)} rows of a plan")
+    for row, slots in enumerate(expected):
         length = bound.plan.context_lens[row]
         actual = bound.slot_mapping[row, :length].tolist()
+        if len(slots) < length:
+            raise GateError(f"row {row} attends to {length} tokens; its block table has {len(slots)} slots")
         if actual != list(slots[:length]):
             position = next(i for i, pair in enumerate(zip(actual, slots, strict=False)) if pair[0] != pair[1])
             raise GateError(
@@ -70,13 +74,18 @@ def check_window_intact(bound: BoundPlan, expected: Sequence[Sequence[int]]) -> 
 
 
 def check_plan_addressing(bound: BoundPlan) -> None:
-    """Each real row writes the slot the table gives its position, attends up to it, and the buffers hold the plan."""
+    """Each real row writes the slot the table gives its position, attends up to it, and the buffers hold the plan.
+
+    A pad row's table row is the last entry of `last_tokens`: its token may be remembered nowhere else.
+    """
     plan, step = bound.plan, bound.step
+    pad_row = step.last_tokens.shape[0] - 1
     for name, buffer, wanted in (
         ("input_ids", step.input_ids, plan.input_ids),
         ("positions", step.positions, plan.positions),
         ("write_slots", step.write_slots, plan.write_slots),
         ("context_lens", step.context_lens, plan.context_lens),
+        ("table_rows", step.table_rows, (*plan.rows, *(pad_row,) * plan.pad_rows)),
     ):
         if tuple(buffer.tolist()) != wanted:
             raise GateError(f"the buffer of {name} holds {buffer.tolist()}, the plan says {list(wanted)}")

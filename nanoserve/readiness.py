@@ -7,11 +7,13 @@ from the scheduler, width from the smaller of what the deployment sells and what
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from nanoserve.blocks import blocks_for
@@ -19,7 +21,8 @@ from nanoserve.boot import BootProgress, Report
 from nanoserve.buckets import DecodeShape, ShapeSet
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Engine
-from nanoserve.errors import ConfigError
+from nanoserve.errors import ConfigError, OutOfMemory
+from nanoserve.gates import check_pool_budget
 from nanoserve.graphs import GraphKey
 from nanoserve.warmup import (
     CostModel,
@@ -35,6 +38,7 @@ from nanoserve.warmup import (
     plan_warmup,
     price,
     save_warm_list,
+    score_bytes,
     warm_budget_bytes,
 )
 from nanoserve.warmup.selftest import PROMPT_TOKENS
@@ -92,8 +96,10 @@ class Readiness:
         replays = {
             DecodeShape(entry.key.rows, entry.key.width): entry.replays
             for entry in self.engine.runner.graphs.entries()
-            if entry.key.width is not None
+            if entry.key.width is not None and entry.replays
         }
+        if not replays:
+            return  # nothing was served: what an earlier process learnt is worth more
         try:
             save_warm_list(self.warm_list, replays)
         except OSError as error:
@@ -103,27 +109,37 @@ class Readiness:
 def price_plan(
     engine: Engine, config: EngineConfig, facts: ModelFacts, free_bytes: int
 ) -> tuple[WarmupPlan, CostModel]:
-    """Time two recordings, fit, and plan. Raises ConfigError for a warm list file that is none."""
-    shapes = _shapes(engine)
+    """Time two recordings, fit, and plan. Raises ConfigError for a warm list file that is none, OutOfMemory."""
     served: Mapping[DecodeShape, int] = load_warm_list(Path(config.warm_list)) if config.warm_list else {}
-    cost = price(engine.runner, shapes) if config.warmup_seconds != 0 else CostModel(0.0, 0.0)
-    plan = plan_warmup(
-        shapes,
-        num_heads=facts.num_heads,
-        cost=cost,
-        budget_bytes=warm_budget_bytes(free_bytes=free_bytes),
-        max_rows=config.warm_rows,
-        max_width=config.warm_width,
-        budget_seconds=config.warmup_seconds,
-        served=served,
-    )
-    return plan, cost
+
+    def plan(cost: CostModel, seconds: float | None) -> WarmupPlan:
+        return plan_warmup(
+            _shapes(engine),
+            num_heads=facts.num_heads,
+            cost=cost,
+            budget_bytes=warm_budget_bytes(free_bytes=free_bytes),
+            max_rows=config.warm_rows,
+            max_width=config.warm_width,
+            budget_seconds=seconds,
+            served=served,
+        )
+
+    # Only what the ceilings leave may be tried: a shape that memory does not hold must not be recorded for its price.
+    candidates = plan(CostModel(0.0, 0.0), None).shapes if config.warmup_seconds != 0 else ()
+    with _memory_is_enough():
+        cost = price(engine.runner, candidates)
+    return plan(cost, config.warmup_seconds), cost
 
 
 def make_ready(
     engine: Engine, config: EngineConfig, facts: ModelFacts, free_bytes: int, report: Report, *, bar: bool = True
 ) -> Readiness:
-    """Price, warm and prove. Raises ConfigError under `strict_shapes` if a step could meet a shape without a graph."""
+    """Price, warm and prove.
+
+    Raises ConfigError under `strict_shapes` if a step could meet a shape without a graph, OutOfMemory, and GateError if
+    a recording is not what it has to be.
+    """
+    report(BootProgress("warming"))
     plan, cost = price_plan(engine, config, facts, free_bytes)
     log.info(plan.describe())
     if config.strict_shapes and plan.uncovered:
@@ -132,13 +148,16 @@ def make_ready(
             "raise --warmup-seconds, --warm-rows or --warm-width, or lower --max-sequences or --max-model-len"
         )
     check_warm_budget(plan.predicted_bytes, plan.budget_bytes)
+    for shape in (*plan.shapes, *plan.background):
+        check_pool_budget(score_bytes(shape, num_heads=facts.num_heads), plan.budget_bytes)
     with tqdm(total=len(plan.shapes), desc="warming", unit="graph", disable=not bar, dynamic_ncols=True) as meter:
 
         def progress(done: int, total: int, eta: float | None) -> None:
             meter.update(done - meter.n)
             report(BootProgress("warming", done, total, eta))
 
-        warmed = engine.warm_decode(plan.shapes, cost=cost, predicted_bytes=plan.predicted_bytes, progress=progress)
+        with _memory_is_enough():
+            warmed = engine.warm_decode(plan.shapes, cost=cost, predicted_bytes=plan.predicted_bytes, progress=progress)
     graphs, shapes = engine.runner.graphs, _shapes(engine)
     assert graphs is not None, "a warm-up without a graph set"
     check_all_warm(graphs, plan.shapes)
@@ -156,6 +175,20 @@ def make_ready(
     readiness = Readiness(engine, plan, warmed, verdict, Path(config.warm_list) if config.warm_list else None)
     log.info(boot_line(readiness))
     return readiness
+
+
+@contextmanager
+def _memory_is_enough() -> Iterator[None]:
+    """Raises OutOfMemory where torch cannot allocate what a recording, or the K/V pool at its first use, needs."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        reason = str(error).splitlines()[0]
+        raise OutOfMemory(
+            f"the warm-up ran out of memory ({reason}); lower --kv-memory, --warm-width, --warm-rows or --max-sequences"
+        ) from error
 
 
 def boot_line(readiness: Readiness) -> str:

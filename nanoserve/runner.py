@@ -300,13 +300,14 @@ class Runner:
         self._forward_chunks((ChunkPlan(0, 0, tuple(token_ids), tuple(slots), last=False),))
 
     @torch.inference_mode()
-    def probe_decode(self, shape: DecodeShape, position: int, slot: int) -> Tensor:
+    def probe_decode(self, shape: DecodeShape, slots: list[int]) -> Tensor:
         assert self.graphs is not None, "the self-test runs on recorded graphs"
+        position, slot = len(slots) - 1, slots[-1]
         self.slots.write(0, position, [slot])
         self._last_tokens[0] = 0
         only = ShapeSet((shape.rows,), (shape.width,))
         bound = self._bind(plan_decode([DecodeRow(0, position, slot)], only, self.slots.sink_slot), [GREEDY])
-        self._check_bound(bound, ())
+        self._check_bound(bound, [slots])
         return self.graphs.rehearse(GraphKey("decode", *shape)).logits[0].clone()
 
     def probe_end(self) -> None:

@@ -16,7 +16,7 @@ from nanoserve.warmup.arithmetic import CostModel, biggest_first, score_bytes, w
 @dataclass(frozen=True, slots=True)
 class WarmupPlan:
     """shapes      to record at the start, in this order
-    background  recorded after ready, in idle gaps: what the seconds budget left out
+    background  recorded after ready, in idle gaps, in this order: what the seconds budget left out
     trimmed     never recorded unasked: what the ceilings left out
     """
 
@@ -63,17 +63,17 @@ def plan_warmup(
     earlier process replayed: those shapes come first, whatever they cost.
     """
     served = served or {}
-    row_ceiling = min(max_rows or shapes.row_ladder[-1], shapes.row_ladder[-1])
+    row_ceiling = min(shapes.row_ladder[-1] if max_rows is None else max_rows, shapes.row_ladder[-1])
     rows = max((rung for rung in shapes.row_ladder if rung <= row_ceiling), default=0)
     fits = width_ceiling(rows=rows, num_heads=num_heads, budget_bytes=budget_bytes) if rows else 0
-    ceiling = min(max_width or shapes.width_ladder[-1], fits, shapes.width_ladder[-1])
+    ceiling = min(shapes.width_ladder[-1] if max_width is None else max_width, fits, shapes.width_ladder[-1])
     wanted = warm_shapes(shapes, max_rows=row_ceiling, max_width=ceiling)
-    kept = wanted if budget_seconds is None else _within(budget_seconds, wanted, cost, served)
+    kept, later = (wanted, ()) if budget_seconds is None else _within(budget_seconds, wanted, cost, served)
     known = biggest_first(shape for shape in kept if shape in served)
     chosen = (*known, *(shape for shape in kept if shape not in served))
     return WarmupPlan(
         shapes=chosen,
-        background=tuple(shape for shape in wanted if shape not in set(kept)),
+        background=later,
         trimmed=tuple(shape for shape in warm_shapes(shapes) if shape not in set(wanted)),
         row_ceiling=row_ceiling,
         width_ceiling=ceiling,
@@ -92,20 +92,27 @@ def expected_hits(shape: DecodeShape, widest: int, narrowest: int) -> float:
 
 def _within(
     seconds: float, wanted: tuple[DecodeShape, ...], cost: CostModel, served: Mapping[DecodeShape, int]
-) -> tuple[DecodeShape, ...]:
-    """The shapes that fit `seconds`, by expected hits a second, served ones first; biggest first again in the end."""
+) -> tuple[tuple[DecodeShape, ...], tuple[DecodeShape, ...]]:
+    """(the shapes that fit `seconds`, biggest first; the others), chosen by expected hits a second, served ones first.
+
+    The others stay in order of hits a second: whoever comes before all are recorded then most likely meets one that is.
+    """
     if not wanted:
-        return ()
+        return (), ()
     widest, narrowest = max(s.width for s in wanted), min(s.width for s in wanted)
 
     def rank(shape: DecodeShape) -> tuple[float, float]:
         price = max(cost.seconds(shape), 1e-9)
         return served.get(shape, 0) / price, expected_hits(shape, widest, narrowest) / price
 
-    kept, left = [], seconds
+    kept: list[DecodeShape] = []
+    later: list[DecodeShape] = []
+    left = seconds
     for shape in sorted(wanted, key=rank, reverse=True):
         price = cost.seconds(shape)
         if seconds > 0 and price <= left:
             kept.append(shape)
             left -= price
-    return biggest_first(kept)
+        else:
+            later.append(shape)
+    return biggest_first(kept), tuple(later)

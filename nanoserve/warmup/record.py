@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
-from nanoserve.buckets import DecodeShape, ShapeSet, pad_plan
+from nanoserve.buckets import DecodeShape, pad_plan
 from nanoserve.cache import BatchedCacheRows, BatchedPagedKVCache
 from nanoserve.gates import BoundPlan
 from nanoserve.graphs import Origin
@@ -21,7 +21,8 @@ from nanoserve.warmup.arithmetic import CostModel
 from nanoserve.warmup.gates import check_warm_rows_empty
 
 PROBE_SECONDS = 0.5
-"""A probe may take about this long: the larger it is, the less the fit extrapolates."""
+PROBE_STEP = 4
+"""Probes grow by this factor until one takes PROBE_SECONDS: the bigger the last, the less the fit extrapolates."""
 
 Progress = Callable[[int, int, float | None], None]
 """Told (shapes recorded, shapes in all, seconds left or None)."""
@@ -78,21 +79,29 @@ def warmup_batch(bound: BoundPlan, cache: BatchedPagedKVCache) -> BatchedCacheRo
     return BatchedCacheRows(cache, bound.step, bound.slot_mapping)
 
 
-def price(recorder: Recorder, shapes: ShapeSet, *, probe_seconds: float = PROBE_SECONDS) -> CostModel:
-    """Fit the cost model by timing two recordings: the smallest shape, and the biggest that is sure to be quick.
+def price(recorder: Recorder, shapes: Sequence[DecodeShape], *, probe_seconds: float = PROBE_SECONDS) -> CostModel:
+    """Fit the cost model to the recording times of two shapes: the smallest, and the biggest that is quick to try.
 
-    The smallest is recorded twice and timed the second time, since the first one also allocates the K/V pool.
+    That one is found by trying ever bigger ones, since the smallest alone does not tell whether size or overhead made
+    its time. No probe is much longer than PROBE_STEP * `probe_seconds`, unless the two smallest shapes are. The
+    smallest is recorded twice and timed the second time: the first one also allocates the K/V pool.
     """
-    by_size = sorted(shapes.shapes(), key=lambda shape: shape.rows * shape.width)
+    by_size = sorted(shapes, key=lambda shape: shape.rows * shape.width)
+    if not by_size:
+        return CostModel(0.0, 0.0)
     small = by_size[0]
     recorder.time_recording(small)
     small_seconds = recorder.time_recording(small)
-    cells = small.rows * small.width
-    quick = [shape for shape in by_size if small_seconds * (shape.rows * shape.width) / cells <= probe_seconds]
-    large = quick[-1] if len(quick) > 1 else by_size[min(1, len(by_size) - 1)]
+    large, large_seconds = small, small_seconds
+    for shape in by_size[1:]:
+        slow = large_seconds > probe_seconds
+        if slow and large != small:
+            break
+        if slow or shape.rows * shape.width >= PROBE_STEP * large.rows * large.width or shape == by_size[-1]:
+            large, large_seconds = shape, recorder.time_recording(shape)
     if large == small:
         return CostModel(small_seconds, 0.0)
-    return CostModel.fit((small, small_seconds), (large, recorder.time_recording(large)))
+    return CostModel.fit((small, small_seconds), (large, large_seconds))
 
 
 def warm_decode(

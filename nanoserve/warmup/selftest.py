@@ -22,19 +22,21 @@ from nanoserve.warmup.gates import check_warm_touches_nothing
 PROMPT_TOKENS = 5
 RELATIVE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Of the largest logit: what other summation orders of the same product may differ by."""
+WIDEST_TOLERANCE = max(RELATIVE_TOLERANCE.values())
 
 
 @dataclass(frozen=True, slots=True)
 class SelfTestReport:
     """verdict is passed, failed or skipped (no time, or nothing to compare).
 
-    max_difference  largest difference of a logit between alone and padded, over the largest logit
+    max_difference  largest difference of a logit between alone and padded, over the largest logit; None if there is
+                    none, because a logit is not finite
     rows            the row buckets compared with the row alone
     """
 
     verdict: str
     rows: tuple[int, ...]
-    max_difference: float
+    max_difference: float | None
     seconds: float
     reason: str | None = None
 
@@ -50,8 +52,9 @@ class Prober(Protocol):
     def probe_prefill(self, token_ids: list[int], slots: list[int]) -> None:
         """Compute a prompt into table row 0."""
 
-    def probe_decode(self, shape: DecodeShape, position: int, slot: int) -> Tensor:
-        """Logits `[vocab]` of table row 0's next token in a batch padded to `shape`."""
+    def probe_decode(self, shape: DecodeShape, slots: list[int]) -> Tensor:
+        """Logits `[vocab]` of table row 0's next token in a batch padded to `shape`. `slots` are all the row's slots,
+        the last one that of the token which goes in."""
 
     def probe_end(self) -> None:
         """Forget the prompt."""
@@ -69,39 +72,61 @@ def padding_self_test(
 ) -> SelfTestReport:
     """Compare one row alone with the same row in every covered row bucket, at the narrowest width.
 
-    `slots` are PROMPT_TOKENS + 1 free slots of the pool, which hold nothing afterwards.
+    `slots` are PROMPT_TOKENS + 1 free slots of the pool; what they hold afterwards belongs to nobody.
     """
     started = clock()
     width = shapes.width_ladder[0]
     buckets = [DecodeShape(rows, width) for rows in shapes.row_ladder if covered(DecodeShape(rows, width))]
-    if len(buckets) < 2 or seconds <= 0:
-        reason = "no time was given" if seconds <= 0 else "there are not two warm row buckets to compare"
-        return SelfTestReport("skipped", (), 0.0, clock() - started, reason)
-    layers = sorted({0, prober.cache.num_layers - 1})
+
+    def verdict(name: str, rows: tuple[int, ...], worst: float | None, reason: str | None = None) -> SelfTestReport:
+        return SelfTestReport(name, rows, worst, clock() - started, reason)
+
+    if seconds <= 0:
+        return verdict("skipped", (), 0.0, "no time was given")
+    if len(buckets) < 2 or buckets[0].rows != 1 or width <= PROMPT_TOKENS:
+        return verdict("skipped", (), 0.0, "there is no warm row bucket to compare a row alone with")
     compared: list[int] = []
-    worst = 0.0
+    worst: float | None = 0.0
     try:
         prober.probe_prefill([i % vocab_size for i in range(1, PROMPT_TOKENS + 1)], slots[:PROMPT_TOKENS])
-        position, slot = PROMPT_TOKENS, slots[PROMPT_TOKENS]
-        alone = prober.probe_decode(buckets[0], position, slot)
-        scale = float(alone.abs().max()) or 1.0
-        tolerance = RELATIVE_TOLERANCE.get(prober.cache.dtype, 5e-2)
+        alone = prober.probe_decode(buckets[0], slots)
         for shape in buckets[1:]:
             if clock() - started > seconds:
                 break
-            before = [prober.cache.snapshot(layer) for layer in layers]
-            padded = prober.probe_decode(shape, position, slot)
-            for layer, (keys, values) in zip(layers, before, strict=True):
-                for kept, now in zip((keys, values), prober.cache.snapshot(layer), strict=True):
-                    kept[slot] = now[slot]  # the row's own write; equal up to the tolerance, compared by its logits
-                    check_warm_touches_nothing(kept, now, prober.cache.sink_slot)
+            worst = _worse(worst, alone, _probe_untouched(prober, shape, slots))
             compared.append(shape.rows)
-            worst = max(worst, float((padded - alone).abs().max()) / scale)
     except GateError as error:
-        return SelfTestReport("failed", tuple(compared), worst, clock() - started, str(error))
+        return verdict("failed", tuple(compared), worst, str(error))
     finally:
         prober.probe_end()
-    if worst > tolerance or worst != worst:
+    if not compared:
+        return verdict("skipped", (), 0.0, f"{seconds:g} s were too few; raise --self-test-seconds")
+    tolerance = RELATIVE_TOLERANCE.get(prober.cache.dtype, WIDEST_TOLERANCE)
+    if worst is None:
+        return verdict("failed", tuple(compared), None, "a row's logits are not finite")
+    if worst > tolerance:
         reason = f"padding changes logits by {worst:.1e} of the largest; the limit is {tolerance:.1e}"
-        return SelfTestReport("failed", tuple(compared), worst, clock() - started, reason)
-    return SelfTestReport("passed", tuple(compared), worst, clock() - started)
+        return verdict("failed", tuple(compared), worst, reason)
+    return verdict("passed", tuple(compared), worst)
+
+
+def _probe_untouched(prober: Prober, shape: DecodeShape, slots: list[int]) -> Tensor:
+    """The row's logits in a batch of `shape`. Raises GateError if the batch changed K/V that is not the row's."""
+    cache, slot = prober.cache, slots[-1]
+    layers = sorted({0, cache.num_layers - 1})
+    before = [cache.snapshot(layer) for layer in layers]
+    logits = prober.probe_decode(shape, slots)
+    for layer, sides in zip(layers, before, strict=True):
+        for kept, now in zip(sides, cache.snapshot(layer), strict=True):
+            kept[slot] = now[slot]  # the row's own write, which its logits tell about
+            check_warm_touches_nothing(kept, now, cache.sink_slot)
+    return logits
+
+
+def _worse(worst: float | None, alone: Tensor, padded: Tensor) -> float | None:
+    """The larger of `worst` and the largest difference over the largest logit; None as soon as a logit is not finite,
+    which no comparison of numbers would show."""
+    if worst is None or not bool(alone.isfinite().all() and padded.isfinite().all()):
+        return None
+    scale = float(alone.abs().max()) or 1.0
+    return max(worst, float((padded - alone).abs().max()) / scale)

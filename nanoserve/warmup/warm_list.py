@@ -21,6 +21,8 @@ def load_warm_list(path: Path) -> dict[DecodeShape, int]:
     try:
         text = path.read_text()
     except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise ConfigError(f"--warm-list {path}: there is no folder {path.parent}; create it") from None
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--warm-list {path} cannot be read: {error}") from error
@@ -28,9 +30,15 @@ def load_warm_list(path: Path) -> dict[DecodeShape, int]:
         document = json.loads(text)
         if document["format"] != FORMAT:
             raise ValueError(f"format {document['format']}, {FORMAT} is supported")
-        return {DecodeShape(int(s["rows"]), int(s["width"])): int(s["replays"]) for s in document["shapes"]}
-    except (ValueError, TypeError, KeyError) as error:
+        return {DecodeShape(_count(s["rows"]), _count(s["width"])): _count(s["replays"]) for s in document["shapes"]}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"--warm-list {path} is no warm list ({error!r}); delete it or name another file") from error
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{value!r} is no count")
+    return value
 
 
 def save_warm_list(path: Path, replays: Mapping[DecodeShape, int]) -> None:
