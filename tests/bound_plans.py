@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from nanoserve.buckets import DecodeRow, DecodeShape, ShapeSet, plan_decode
+from nanoserve.cache import BatchedPagedKVCache
 from nanoserve.gates import BoundPlan
 from nanoserve.inputs import GREEDY, StepInputs, new_last_tokens
+from nanoserve.kernels.reference import ReferenceOps
 from nanoserve.slots import SlotTable
 from nanoserve.warmup import warmup_plan
 
@@ -55,6 +57,20 @@ def bench() -> Bench:
     for row, row_slots in enumerate(expected):
         slots.write(row, 0, row_slots)
     return Bench(slots, StepInputs(4, new_last_tokens(4, "cpu")), expected)
+
+
+def small_cache() -> BatchedPagedKVCache:
+    """K/V of one layer, one head and one number, for SINK slots and the sink block."""
+    return BatchedPagedKVCache(
+        ReferenceOps(),
+        num_layers=1,
+        num_blocks=SINK // 16,
+        block_size=16,
+        num_kv_heads=1,
+        head_dim=1,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
 
 
 def with_plan(bound: BoundPlan, **fields: Any) -> BoundPlan:

@@ -28,7 +28,7 @@ from nanoserve.kernels.reference import ReferenceOps
 from nanoserve.memory import KVPoolPlan
 from nanoserve.metrics import Metrics
 from nanoserve.models.load import LoadedModel, load_model
-from nanoserve.ops import Rectangle, SamplingWindow
+from nanoserve.ops import Rectangle
 from nanoserve.readiness import ModelFacts, Readiness, make_ready
 from nanoserve.request import SamplingParams
 from nanoserve.runner import StepOutcome
@@ -194,13 +194,6 @@ class StrayOps(ReferenceOps):
         super().write_kv(store, stray, k, v)
 
 
-class GreedyOnlyOps(ReferenceOps):
-    """Kernels that forget sampling: for telling that a test's comparison can fail."""
-
-    def sample(self, logits: Tensor, sampling: SamplingWindow, positions: Tensor) -> Tensor:
-        return logits.argmax(-1)
-
-
 # --- traffic ---------------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +208,8 @@ class Traffic:
 
 
 def traffic(tiny: Tiny, *, requests: int, seed: int, idle: Callable[[Engine], None] = lambda engine: None) -> Traffic:
-    """Requests of all lengths and samplings join in bursts, finish, and are aborted before, between and inside steps.
+    """Requests of all lengths and samplings join in bursts, finish, and are aborted before and inside steps. In a lull
+    none joins until the last has ended.
 
     The schedule follows from `seed` and from the tokens alone. `idle` is called whenever nothing runs.
     """
@@ -230,9 +224,11 @@ def traffic(tiny: Tiny, *, requests: int, seed: int, idle: Callable[[Engine], No
             engine.finish(rng.choice(live), "cancelled")
             done.aborted += 1
 
+    lull = False
     while len(made) < requests or engine.scheduler.has_work:
+        lull = engine.scheduler.has_work and (lull or rng.random() < 0.01)
         crowd = engine.scheduler.running + engine.scheduler.waiting
-        if len(made) < requests and crowd < 3 * tiny.config.max_sequences and rng.random() < 0.4:
+        if len(made) < requests and not lull and crowd < 3 * tiny.config.max_sequences and rng.random() < 0.4:
             for _ in range(min(rng.choice((1, 1, 2, 5)), requests - len(made))):
                 made.append(_random_request(rng, f"r{len(made)}", longest))
                 engine.add(made[-1])
