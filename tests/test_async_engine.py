@@ -125,6 +125,9 @@ def test_text_streams_when_it_is_scripted() -> None:
             assert second.finished.usage.completion_tokens == len("second") + 1
             await idle(metrics)
             assert metrics.counters.finished == 2
+            assert first.finished.timings.queue_seconds < 1
+            latency = metrics.snapshot()["latency"]
+            assert (latency["queue_seconds"]["count"], latency["ttft_seconds"]["count"]) == (2, 2)
 
     run(main())
 
@@ -248,7 +251,7 @@ def test_steps_are_told_once_and_at_most_ten_times_a_second_when_watched() -> No
     runner = ScriptedRunner(seconds=0.01)
 
     async def main() -> None:
-        async with serving(runner) as (engine, _metrics):
+        async with serving(runner) as (engine, _):
             await read(await engine.submit(ask(max_tokens=5)))
             watched = engine.events()
             assert (await anext(watched))["stage"] == "ready"

@@ -104,11 +104,10 @@ def test_timeout_ends_a_request_with_the_tokens_so_far(where: str) -> None:
 
 def test_timer_is_gone_when_a_request_ends_before_its_timeout() -> None:
     async def main() -> None:
-        async with serving() as (engine, _metrics):
-            answer = await read(await engine.submit(ask("a", max_tokens=2, timeout=0.05)))
+        async with serving(ScriptedRunner(seconds=0.005)) as (engine, _):
+            answer = await read(await engine.submit(ask("a", max_tokens=2, timeout=0.25)))
             assert answer.finished.finish_reasons == ("length",)
-            again = await engine.submit(ask("a", max_tokens=90))
-            await asyncio.sleep(0.1)
+            again = await engine.submit(ask("a", max_tokens=80))
             assert (await read(again)).finished.finish_reasons == ("length",), "the first one's timer must not fire"
 
     run(main())
@@ -133,7 +132,11 @@ def test_drain_lets_generations_finish_and_takes_nothing_new() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("calls", [[0.1], [30.0, 0.1]], ids=["one call", "a second call shortens"])
+@pytest.mark.parametrize(
+    "calls",
+    [[0.1], [30.0, 0.1], [0.1, 30.0]],
+    ids=["one call", "a second one shortens", "a second one cannot lengthen"],
+)
 def test_drain_ends_what_is_left_when_its_time_is_up(calls: list[float]) -> None:
     async def main() -> None:
         async with serving(ScriptedRunner(seconds=0.05), max_sequences=1) as (engine, _):
@@ -152,7 +155,7 @@ def test_everyone_is_told_when_a_step_raises() -> None:
     runner.fail_at = 6
 
     async def main() -> None:
-        async with serving(runner, max_sequences=2) as (engine, _metrics):
+        async with serving(runner, max_sequences=2) as (engine, _):
             streams = [await engine.submit(ask(n=2 if number == 1 else 1)) for number in range(4)]
             answers = [await read(stream) for stream in streams]
             for answer in answers:

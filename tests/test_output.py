@@ -197,6 +197,16 @@ def test_second_end_and_late_tokens_are_ignored_when_a_request_is_over() -> None
     assert desk.metrics.counters.aborted == 1
 
 
+def test_late_token_of_an_ended_choice_is_ignored_when_its_sibling_still_runs() -> None:
+    desk = Desk()
+    (first, second), sink = desk.open(n=2, stop=("!",))
+    desk.say(first, *b"a!")
+    desk.outputs.deliver([NewToken(first, ord("z"))])
+    desk.say(second, *b"b", EOS)
+    assert (sink.text(0), sink.text(1)) == ("a", "b")
+    assert [delta.finish_reason for delta in sink.deltas if delta.index == 0 and delta.finish_reason] == ["stop"]
+
+
 def test_everyone_is_told_when_all_are_ended() -> None:
     desk = Desk()
     sinks = [desk.open(str(number), n=2)[1] for number in range(3)]
