@@ -19,6 +19,9 @@ UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; the exit code. A StartupError is one line on stderr and its own code."""
     args = build_parser().parse_args(argv)
+    # Read once, when torch is imported. OpenMP's workers spin between operations by default: beside anything else that
+    # wants the cores, the event loop included, steps then take several times as long (docs/LOG.md).
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         return int(args.run(args))
     except StartupError as error:
