@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nanoserve.ops import KVKernels, StepWindow
+from nanoserve.ops import KVKernels, Rotation, StepWindow
 
 if TYPE_CHECKING:
     from nanoserve.ops import KVStore
@@ -113,8 +113,8 @@ class BatchedCacheRows:
         self._step = step
         self._rectangle = cache.kernels.new_rectangle(slots, step.context_lens)
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._cache.write(layer, self._step.write_slots, k, v)
+    def rope_and_write(self, layer: int, qkv: Tensor, rotation: Rotation) -> Tensor:
+        return self._cache.kernels.rope_and_write(qkv, self._cache.store(layer), self._step, rotation)
 
     def paged_attention(self, layer: int, q: Tensor, *, scale: float, window: int | None) -> Tensor:
         return self._cache.kernels.rectangle_attention(
@@ -130,8 +130,8 @@ class ChunkCacheRows:
         self._step = step
         self._chunks = tuple(chunks)
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._cache.write(layer, self._step.write_slots, k, v)
+    def rope_and_write(self, layer: int, qkv: Tensor, rotation: Rotation) -> Tensor:
+        return self._cache.kernels.rope_and_write(qkv, self._cache.store(layer), self._step, rotation)
 
     def paged_attention(self, layer: int, q: Tensor, *, scale: float, window: int | None) -> Tensor:
         kernels, store, lens = self._cache.kernels, self._cache.store(layer), self._step.context_lens
@@ -142,3 +142,19 @@ class ChunkCacheRows:
             for c in self._chunks
         ]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+class PagedCacheRows:
+    """Any rows of a step: each walks the slot table `[max_sequences, width]` to its own length."""
+
+    def __init__(self, cache: BatchedPagedKVCache, step: StepWindow, table: Tensor) -> None:
+        self._cache = cache
+        self._step = step
+        self._table = table
+
+    def rope_and_write(self, layer: int, qkv: Tensor, rotation: Rotation) -> Tensor:
+        return self._cache.kernels.rope_and_write(qkv, self._cache.store(layer), self._step, rotation)
+
+    def paged_attention(self, layer: int, q: Tensor, *, scale: float, window: int | None) -> Tensor:
+        store = self._cache.store(layer)
+        return self._cache.kernels.paged_attention(q, store, self._step, self._table, scale=scale, window=window)

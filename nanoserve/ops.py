@@ -57,14 +57,30 @@ class SamplingWindow:
     choice: Tensor
 
 
-class CacheRows(Protocol):
-    """The K/V cache as one forward sees it: which slots its rows write and which they read.
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """How one layer's q and k become position-dependent.
 
-    Implemented by `cache.BatchedCacheRows`. q is `[rows, heads, head_dim]`, k and v `[rows, kv_heads, head_dim]`.
+    cos, sin        [max_positions, head_dim / 2] fp32 (Su et al. 2021; the halves of a head are rotated by each other)
+    q_norm, k_norm  [head_dim]: an RMS norm over each head before the rotation (Qwen3), or None
     """
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store this step's K and V of one layer at `write_slots`. Precedes every read of the same layer."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    cos: Tensor
+    sin: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+
+
+class CacheRows(Protocol):
+    """The K/V cache as one forward sees it: which slots its rows write and which they read. Implemented in `cache`."""
+
+    def rope_and_write(self, layer: int, qkv: Tensor, rotation: Rotation) -> Tensor:
+        """q `[rows, heads, head_dim]`, rotated, of qkv `[rows, (heads + 2 kv_heads) · head_dim]`; the rotated k and the
+        v are stored at the rows' `write_slots`. Precedes every read of the same layer."""
 
     def paged_attention(self, layer: int, q: Tensor, *, scale: float, window: int | None) -> Tensor:
         """`[rows, heads * head_dim]`: softmax(q·K·scale)·V over each row's first `context_lens` positions, of which
@@ -94,6 +110,9 @@ class KVKernels(Protocol):
     ) -> KVStore:
         """Zeroed storage for `slots` slots of one layer."""
 
+    def rope_and_write(self, qkv: Tensor, store: KVStore, step: StepWindow, rotation: Rotation) -> Tensor:
+        """See CacheRows.rope_and_write."""
+
     def write_kv(self, store: KVStore, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k and v, `[rows, kv_heads, head_dim]`, at `slots` `[rows]`. Duplicates are legal for the sink only."""
 
@@ -120,6 +139,13 @@ class KVKernels(Protocol):
         """Many queries of one sequence. q `[n, heads, head_dim]`, slots `[width]`, context_lens `[n]`."""
 
 
+    def paged_attention(
+        self, q: Tensor, store: KVStore, step: StepWindow, table: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
+        """Each row walks the slots of its table row, `table[table_rows[row]]` with table `[max_sequences, width]`
+        int64, up to its context. q `[rows, heads, head_dim]`. See CacheRows.paged_attention for the result."""
+
+
 class Ops(Protocol):
     """The vocabulary of the forward. `weight` arguments are whatever the kernel set's `prepare_*` returned."""
 
@@ -135,10 +161,6 @@ class Ops(Protocol):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`[rows, out]`: x · weightᵀ + bias; weight is `[out, in]`."""
 
-    def rope(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate the halves of `[rows, heads, head_dim]` by position (Su et al. 2021, half-split layout);
-        cos and sin are `[max_positions, head_dim / 2]` fp32 tables."""
-
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`[rows, n]` from `[rows, 2n]`: silu(first half) · second half (SwiGLU, Shazeer 2020)."""
 
@@ -148,9 +170,15 @@ class Ops(Protocol):
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """`[rows, vocab]` fp32, whatever the dtype of x and weight."""
 
-    def sample(self, logits: Tensor, sampling: SamplingWindow, positions: Tensor) -> Tensor:
-        """`[rows]` int64 token ids; `positions` `[rows]` are those of the tokens to come. Greedy ties take the lowest
-        id. Otherwise: temperature, then top-k, top-p and min-p, then one draw keyed by (seed, choice, position)."""
+    def keep(self, x: Tensor, place: Tensor) -> None:
+        """Leave x `[rows, features]` in the first rows of `place`, whose address another program reads."""
 
-    def remember(self, last_tokens: Tensor, table_rows: Tensor, tokens: Tensor) -> None:
-        """last_tokens[table_rows] = tokens: the next step may read its ids from there."""
+    def sample(
+        self, logits: Tensor, sampling: SamplingWindow, positions: Tensor, index: Tensor | None = None
+    ) -> Tensor:
+        """`[rows]` int64 token ids. Greedy ties take the lowest id. Otherwise: temperature, then top-k, top-p and
+        min-p, then one draw keyed by (seed, choice, position of the token to come), which is `positions[index]`, or
+        `positions` where no index is given."""
+
+    def remember(self, last_tokens: Tensor, table_rows: Tensor, tokens: Tensor, index: Tensor | None = None) -> None:
+        """last_tokens[table_rows[index]] = tokens: the next step may read its ids from there."""

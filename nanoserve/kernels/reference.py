@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoserve.kernels.sampling import sample_rows
-from nanoserve.ops import Rectangle, SamplingWindow, StepWindow
+from nanoserve.ops import Rectangle, Rotation, SamplingWindow, StepWindow
 
 if TYPE_CHECKING:
     from nanoserve.ops import KVStore
@@ -58,11 +58,16 @@ class ReferenceOps:
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight).float()
 
-    def sample(self, logits: Tensor, sampling: SamplingWindow, positions: Tensor) -> Tensor:
-        return sample_rows(logits, sampling, positions)
+    def keep(self, x: Tensor, place: Tensor) -> None:
+        place[: x.shape[0]].copy_(x)
 
-    def remember(self, last_tokens: Tensor, table_rows: Tensor, tokens: Tensor) -> None:
-        last_tokens.index_copy_(0, table_rows, tokens)
+    def sample(
+        self, logits: Tensor, sampling: SamplingWindow, positions: Tensor, index: Tensor | None = None
+    ) -> Tensor:
+        return sample_rows(logits, sampling, positions if index is None else positions[index])
+
+    def remember(self, last_tokens: Tensor, table_rows: Tensor, tokens: Tensor, index: Tensor | None = None) -> None:
+        last_tokens.index_copy_(0, table_rows if index is None else table_rows[index], tokens)
 
     # --- the K/V store ----------------------------------------------------------------------------------------
 
@@ -71,6 +76,17 @@ class ReferenceOps:
     ) -> KVStore:
         shape = (slots, kv_heads, head_dim)
         return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+
+    def rope_and_write(self, qkv: Tensor, store: KVStore, step: StepWindow, rotation: Rotation) -> Tensor:
+        rows, heads, kv_heads, head_dim = qkv.shape[0], rotation.heads, rotation.kv_heads, rotation.head_dim
+        q, k, v = qkv.view(rows, heads + 2 * kv_heads, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+        if rotation.q_norm is not None:
+            q = self.rms_norm(q, rotation.q_norm, rotation.eps)
+        if rotation.k_norm is not None:
+            k = self.rms_norm(k, rotation.k_norm, rotation.eps)
+        k = self.rope(k, step.positions, rotation.cos, rotation.sin)
+        self.write_kv(store, step.write_slots, k, v)
+        return self.rope(q, step.positions, rotation.cos, rotation.sin)
 
     def write_kv(self, store: KVStore, slots: Tensor, k: Tensor, v: Tensor) -> None:
         keys, values = store
@@ -122,6 +138,32 @@ class ReferenceOps:
         mask = _visible(width, context_lens, window).repeat_interleave(groups, dim=0)
         out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
         return out.view(kv_heads, rows, groups, head_dim).transpose(0, 1).reshape(rows, heads * head_dim)
+
+    def paged_attention(
+        self, q: Tensor, store: KVStore, step: StepWindow, table: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
+        # One sequence's rows at a time: the oracle's way, which reads lengths on the host and so is never captured.
+        rows, heads, head_dim = q.shape
+        out = q.new_zeros(rows, heads * head_dim)
+        lens = step.context_lens.tolist()
+        for start, stop in _runs(step.table_rows.tolist()):
+            context = max(lens[start:stop])
+            if context:
+                out[start:stop] = self.chunk_attention(
+                    q[start:stop],
+                    store,
+                    table[int(step.table_rows[start]), :context],
+                    step.context_lens[start:stop],
+                    scale=scale,
+                    window=window,
+                )
+        return out
+
+
+def _runs(values: list[int]) -> list[tuple[int, int]]:
+    """(start, stop) of every stretch of equal values."""
+    starts = [i for i, value in enumerate(values) if i == 0 or value != values[i - 1]]
+    return list(zip(starts, [*starts[1:], len(values)], strict=True))
 
 
 def _visible(width: int, context_lens: Tensor, window: int | None) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nanoserve.models.config import ModelConfig
-from nanoserve.ops import CacheRows, Ops, StepWindow
+from nanoserve.ops import CacheRows, Ops, Rotation, StepWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Decoder:
         norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
         x = ops.rms_norm(residual, weights.layers[0].input_norm, config.rms_norm_eps)
         for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
-            x = self._attention(index, layer, x, ops, step, cache)
+            x = self._attention(index, layer, x, ops, cache)
             x, residual = ops.add_rms_norm(x, residual, layer.post_attention_norm, config.rms_norm_eps)
             x = ops.silu_mul(ops.linear(x, layer.gate_up, layer.gate_up_bias))
             x = ops.linear(x, layer.down, layer.down_bias)
@@ -90,20 +90,18 @@ class Decoder:
         """`[rows, vocab]` fp32 logits of hidden states `[rows, hidden]`."""
         return ops.logits(hidden, self.weights.head)
 
-    def _attention(
-        self, index: int, layer: LayerWeights, x: Tensor, ops: Ops, step: StepWindow, cache: CacheRows
-    ) -> Tensor:
-        config, rows = self.config, x.shape[0]
-        qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
-        k_start, v_start = config.q_size, config.q_size + config.kv_size
-        q = qkv[:, :k_start].view(rows, config.num_attention_heads, config.head_dim)
-        k = qkv[:, k_start:v_start].view(rows, config.num_key_value_heads, config.head_dim)
-        v = qkv[:, v_start:].view(rows, config.num_key_value_heads, config.head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = ops.rms_norm(q, layer.q_norm, config.rms_norm_eps)
-            k = ops.rms_norm(k, layer.k_norm, config.rms_norm_eps)
-        q = ops.rope(q, step.positions, self.cos, self.sin)
-        k = ops.rope(k, step.positions, self.cos, self.sin)
-        cache.write(index, k, v)
+    def _attention(self, index: int, layer: LayerWeights, x: Tensor, ops: Ops, cache: CacheRows) -> Tensor:
+        config = self.config
+        rotation = Rotation(
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            cos=self.cos,
+            sin=self.sin,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=config.rms_norm_eps,
+        )
+        q = cache.rope_and_write(index, ops.linear(x, layer.qkv, layer.qkv_bias), rotation)
         attended = cache.paged_attention(index, q, scale=self._scale, window=config.windows[index])
         return ops.linear(attended, layer.o, layer.o_bias)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.models.decoder import Decoder
-from nanoserve.ops import StepWindow
+from nanoserve.ops import Rotation, StepWindow
 
 
 class DenseOps:
@@ -54,6 +54,16 @@ class DenseCache:
         self._keys: dict[tuple[int, int], list[Tensor]] = {}
         self._values: dict[tuple[int, int], list[Tensor]] = {}
         self.step: StepWindow | None = None
+
+    def rope_and_write(self, layer: int, qkv: Tensor, rotation: Rotation) -> Tensor:
+        assert self.step is not None
+        ops, heads, kv_heads = DenseOps(), rotation.heads, rotation.kv_heads
+        parts = qkv.reshape(qkv.shape[0], -1, rotation.head_dim)
+        q, k, v = parts[:, :heads], parts[:, heads : heads + kv_heads], parts[:, heads + kv_heads :]
+        if rotation.q_norm is not None and rotation.k_norm is not None:
+            q, k = ops.rms_norm(q, rotation.q_norm, rotation.eps), ops.rms_norm(k, rotation.k_norm, rotation.eps)
+        self.write(layer, ops.rope(k, self.step.positions, rotation.cos, rotation.sin), v)
+        return ops.rope(q, self.step.positions, rotation.cos, rotation.sin)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         assert self.step is not None
