@@ -24,6 +24,9 @@ from nanoserve.sequence import NewToken, Sequence, State, StepPlan
 from tests.fakes import ByteTokenizer
 
 SAMPLED = SamplingParams(temperature=1.0)
+EOS = 0
+VOCABULARY = 23
+"""Of the hash model."""
 Script = Callable[[str, int, int], int]
 """(request id, choice, how many tokens the choice has) → its next token."""
 
@@ -208,7 +211,7 @@ def engine_of(
 
 
 def hash_engine(
-    *, blocks: int, block_size: int = 4, max_sequences: int = 4, prefill_tokens: int = 64, vocab_size: int = 23
+    *, blocks: int, block_size: int = 4, max_sequences: int = 4, prefill_tokens: int = 64, vocab_size: int = VOCABULARY
 ) -> tuple[Engine, HashRunner, BlockPool]:
     pool = BlockPool(blocks, block_size)
     width = blocks * block_size
@@ -245,6 +248,28 @@ def scripted_boot(
         return Booted(engine=engine, intake=intake, kernels="scripted", kv_pool={})
 
     return boot
+
+
+def prompt_of(length: int, kind: int = 0) -> list[int]:
+    """Prompts of one kind are prefixes of each other; two kinds share their first five tokens."""
+    return [(position if position < 5 else position * (kind + 2) + kind) % VOCABULARY for position in range(length)]
+
+
+def run_to_end(engine: Engine, runner: HashRunner, *, limit: int = 5_000) -> int:
+    """Step until nothing is left, checking every step; returns the number of steps."""
+    for step in range(limit):
+        if not engine.scheduler.has_work:
+            return step
+        engine.step()
+        engine.check()
+        check_mirror(engine, runner.slots)
+    raise AssertionError(f"{limit} steps and still work left: something starves")
+
+
+def assert_exact(sequence: Sequence, prompt: list[int]) -> None:
+    assert sequence.state is State.FINISHED
+    assert sequence.output_ids == hash_answer(sequence, prompt, VOCABULARY)
+    assert sequence.finish_reason == ("stop" if sequence.output_ids[-1] in sequence.eos_token_ids else "length")
 
 
 class Sink:

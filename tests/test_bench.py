@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanoserve.bench.client import settled_heap
 from nanoserve.bench.svg import Canvas, ticks
 from nanoserve.bench.tables import Column, Table
 from nanoserve.bench.warm_picture import draw
@@ -174,6 +176,13 @@ def test_gaps_measure_what_they_find_when_recordings_are_not_made_longer(capsys:
     assert result["graph_backend"] == "eager"
     assert result["record_seconds_added"] is None
     assert all(0 < each["p50_seconds"] <= each["p99_seconds"] <= each["max_seconds"] for each in result["engines"])
+
+
+def test_full_collection_walks_nothing_that_was_alive_when_measuring_began() -> None:
+    with settled_heap():
+        assert gc.get_freeze_count() > 0
+        assert len(gc.get_objects()) < gc.get_freeze_count()
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.model

@@ -1,46 +1,20 @@
-"""Scheduler: FCFS, chunked prefill, preemption by recompute. The state machine at the end is the real test: a model in
-integers whose answers change if any slot, block or token is not where it should be."""
+"""Scheduler: FCFS, chunked prefill, preemption by recompute.
+
+Run against a model in integers whose answers change if any slot, block or token is not where it should be.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nanoserve.blocks import BlockPool
-from nanoserve.engine import Engine
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, State
-from tests.engines import HashRunner, check_mirror, hash_answer, hash_engine, sequence_of
-
-EOS = 0
-VOCABULARY = 23
-
-
-def prompt_of(length: int, kind: int = 0) -> list[int]:
-    """Prompts of one kind are prefixes of each other; two kinds share their first five tokens."""
-    return [(position if position < 5 else position * (kind + 2) + kind) % VOCABULARY for position in range(length)]
-
-
-def run_to_end(engine: Engine, runner: HashRunner, *, limit: int = 5_000) -> int:
-    """Step until nothing is left, checking every step; returns the number of steps."""
-    for step in range(limit):
-        if not engine.scheduler.has_work:
-            return step
-        engine.step()
-        engine.check()
-        check_mirror(engine, runner.slots)
-    raise AssertionError(f"{limit} steps and still work left: something starves")
-
-
-def assert_exact(sequence: Sequence, prompt: list[int]) -> None:
-    assert sequence.state is State.FINISHED
-    assert sequence.output_ids == hash_answer(sequence, prompt, VOCABULARY)
-    assert sequence.finish_reason == ("stop" if sequence.output_ids[-1] in sequence.eos_token_ids else "length")
-
+from tests.engines import EOS, VOCABULARY, assert_exact, check_mirror, hash_engine, prompt_of, run_to_end, sequence_of
 
 # --- one request -----------------------------------------------------------------------------------------------
 
@@ -308,114 +282,3 @@ def test_answers_equal_solo_runs_when_any_batch_shares_a_tiny_pool(
     for sequence, prompt in pairs:
         assert_exact(sequence, prompt)
     assert pool.free_blocks == blocks
-
-
-# --- any schedule ------------------------------------------------------------------------------------------------
-
-
-class AnySchedule(RuleBasedStateMachine):
-    """Requests of one to three choices come and go between and during steps, in a pool of 1.5 requests or more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: list[tuple[Sequence, list[int]]] = []
-        self.ended: list[tuple[Sequence, list[int], int]] = []
-
-    @initialize(blocks=st.integers(6, 14), rows=st.integers(1, 5), budget=st.integers(1, 12), block=st.integers(1, 5))
-    def build(self, blocks: int, rows: int, budget: int, block: int) -> None:
-        self.block_size = block
-        self.room = 2 * blocks * block // 3
-        self.engine, self.runner, self.pool = hash_engine(
-            blocks=blocks, block_size=block, max_sequences=rows, prefill_tokens=budget
-        )
-
-    @rule(length=st.integers(1, 40), limit=st.integers(1, 40), kind=st.integers(0, 3), n=st.integers(1, 3))
-    def submit(self, length: int, limit: int, kind: int, n: int) -> None:
-        prompt = prompt_of(min(length, self.room - 1), kind)
-        max_tokens = min(limit, self.room - len(prompt))
-        for choice in range(n):
-            sequence = sequence_of(
-                prompt,
-                max_tokens=max_tokens,
-                seed=kind,
-                choice=choice,
-                block_size=self.block_size,
-                eos=frozenset({EOS}),
-            )
-            self.live.append((sequence, prompt))
-            self.engine.add(sequence)
-
-    @rule(count=st.integers(1, 6))
-    def step(self, count: int) -> None:
-        for _ in range(count):
-            self.engine.step()
-            self.check()
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def end_between_steps(self, data: st.DataObject) -> None:
-        self.end(data.draw(st.integers(0, len(self.live) - 1)))
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def end_while_a_step_runs(self, data: st.DataObject) -> None:
-        """As stop strings and aborts do: after plan, before or after the device ran."""
-        plan = self.engine.plan()
-        if plan is None:
-            return
-        early = data.draw(st.booleans())
-        index = data.draw(st.integers(0, len(self.live) - 1))
-        if early:
-            self.end(index)
-        outcome = self.engine.launch(plan)
-        if not early:
-            self.end(index)
-        self.engine.commit(plan, outcome)
-
-    @precondition(lambda self: self.live)
-    @rule()
-    def step_raises(self) -> None:
-        plan = self.engine.plan()
-        if plan is not None:
-            self.runner.slots.edit(plan)
-            self.engine.scheduler.abandon()
-
-    def end(self, index: int) -> None:
-        sequence, prompt = self.live[index]
-        if sequence.finish_reason is None:
-            self.live.pop(index)
-            self.ended.append((sequence, prompt, sequence.generated))
-        self.engine.finish(sequence, "cancelled")
-
-    @invariant()
-    def check(self) -> None:
-        if not hasattr(self, "engine"):
-            return
-        self.engine.check()
-        check_mirror(self.engine, self.runner.slots)
-        for sequence, prompt in self.live:
-            answer = hash_answer(sequence, prompt, VOCABULARY)
-            assert sequence.output_ids == answer[: sequence.generated]
-
-    def teardown(self) -> None:
-        if not hasattr(self, "engine"):
-            return
-        run_to_end(self.engine, self.runner)
-        assert self.pool.free_blocks == self.pool.num_blocks
-        for sequence, prompt in self.live:
-            assert_exact(sequence, prompt)
-        for sequence, prompt, generated in self.ended:
-            assert sequence.finish_reason == "cancelled"
-            assert sequence.generated == generated
-            assert sequence.output_ids == hash_answer(sequence, prompt, VOCABULARY)[:generated]
-
-
-CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much]
-TestAnySchedule = AnySchedule.TestCase
-TestAnySchedule.settings = settings(max_examples=60, stateful_step_count=30, suppress_health_check=CHECKS)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-class TestThousandsOfSchedules(AnySchedule.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(max_examples=3_000, stateful_step_count=50, suppress_health_check=CHECKS)

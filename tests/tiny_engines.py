@@ -46,11 +46,11 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @cache
-def tiny_model(layers: int = 1, seed: int = 0) -> LoadedModel:
-    """A random Llama of 64 hidden units and 4 heads over 96 tokens, in fp32 on the CPU."""
+def tiny_model(layers: int = 1, device: str = "cpu") -> LoadedModel:
+    """A random Llama of 64 hidden units and 4 heads over 96 tokens, in fp32."""
     with TemporaryDirectory() as folder:
-        path = write_model(Path(folder) / "tiny", num_hidden_layers=layers, seed=seed)
-        return load_model(source_of(path), bar=False)
+        path = write_model(Path(folder) / "tiny", num_hidden_layers=layers)
+        return load_model(source_of(path), device=device, bar=False)
 
 
 @dataclass
@@ -96,7 +96,7 @@ def tiny_engine(
     torch.set_num_threads(1)
     defaults = {"max_sequences": 4, "max_model_len": 64, "block_size": BLOCK, "width_multiple": 16, "paranoid": True}
     config = EngineConfig(**{"device": "cpu", "self_test_seconds": 30.0, **defaults, **fields})
-    model, metrics = tiny_model(layers), Metrics("test")
+    model, metrics = tiny_model(layers, config.device), Metrics("test")
     assert config.max_model_len is not None
     num_blocks = blocks or config.max_sequences * -(-config.max_model_len // config.block_size)
     pool_plan = KVPoolPlan(
@@ -110,7 +110,7 @@ def tiny_engine(
         max_sequences=config.max_sequences,
         limited_by="the test",
     )
-    engine = assemble(config, model, pool_plan, metrics, torch.device("cpu"), ops=ops, backend=backend)
+    engine = assemble(config, model, pool_plan, metrics, torch.device(config.device), ops=ops, backend=backend)
     facts = ModelFacts(model.config.num_attention_heads, model.config.vocab_size)
     return Tiny(engine, config, metrics, facts)
 

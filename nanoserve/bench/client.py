@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -57,3 +60,15 @@ def generate(engine: Engine, *, rows: int, prompt_tokens: int, generated: int, v
                 recorded.append(len(seconds))
             seconds.append(perf_counter() - started)
     return Run(tuple(tuple(each.output_ids) for each in sequences), tuple(seconds), tuple(recorded))
+
+
+@contextmanager
+def settled_heap() -> Iterator[None]:
+    """Keep what is alive now out of Python's garbage collection: walking all that was imported takes as long as many
+    recordings, and would be counted to whichever of them it fell into."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from nanoserve.bench.client import Run, generate
+from nanoserve.bench.client import Run, generate, settled_heap
 from nanoserve.bench.flags import check_flags
 from nanoserve.bench.stalls_picture import draw
 from nanoserve.bench.subject import Subject
@@ -61,7 +61,8 @@ class Result:
 def run(args: argparse.Namespace) -> int:
     check_flags(args)
     subject = Subject.load(args)
-    results = measure(subject, prompt_tokens=args.prompt_tokens, generated=args.generated, repeats=args.repeats)
+    with settled_heap():
+        results = measure(subject, prompt_tokens=args.prompt_tokens, generated=args.generated, repeats=args.repeats)
     summary_table = stalls_table(subject, results, args.prompt_tokens, args.generated, args.repeats)
     gaps = gaps_table(results, args.prompt_tokens)
     drawing = draw(subject.describe(), gaps, summary_table, args.width_multiple) if args.picture else ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from nanoserve.bench.client import Run, generate
+from nanoserve.bench.client import Run, generate, settled_heap
 from nanoserve.bench.subject import Subject
 from nanoserve.bench.tables import Column, Record, Table, milliseconds, thousands, two_decimals
 from nanoserve.buckets import ShapeSet
@@ -41,7 +41,8 @@ class Serving:
 def cold_table(subject: Subject, *, rows: int, prompt_tokens: int, lengths: list[int]) -> Table:
     """Each length on an engine that found no graphs and on one that was warmed, both new."""
     progress = tqdm(lengths, desc="measuring", unit="length", file=sys.stderr, disable=not sys.stderr.isatty())
-    records = [_measure(subject, rows, prompt_tokens, generated) for generated in progress]
+    with settled_heap():
+        records = [_measure(subject, rows, prompt_tokens, generated) for generated in progress]
     graphs, seconds = sum(r["warm_graphs"] for r in records), sum(r["warm_seconds"] for r in records)
     notes = [f"one recording takes {milliseconds(seconds / graphs)} here, the mean of {graphs}"] if graphs else []
     agreed = all(record["tokens_equal"] for record in records)
