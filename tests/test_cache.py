@@ -81,10 +81,9 @@ def test_warm_rows_write_the_sink_alone_when_a_shape_is_all_padding(cache: Batch
     cache.poison(0.5)
     before = cache.read(0, range(SINK))
     plan = pad_plan(DecodeShape(4, 8), SINK)
-    rows = BatchedCacheRows(
-        cache, step_of(plan.write_slots, plan.context_lens), SlotTable(4, 8, SINK).read((), pad_rows=4, width=8)
-    )
-    rows.write(0, *kv(4))
+    step = step_of(plan.write_slots, plan.context_lens)
+    rows = BatchedCacheRows(cache, step, SlotTable(4, 8, SINK).read((), pad_rows=4, width=8))
+    cache.write(0, step.write_slots, *kv(4))
     out = rows.paged_attention(0, torch.randn(4, 2, 4), scale=1.0, window=None)
     assert torch.equal(out, torch.zeros(4, 8))
     after = cache.read(0, range(SINK))
@@ -109,13 +108,10 @@ def test_padding_touches_no_slot_but_the_sink_when_the_pool_is_full(
     plan = plan_decode(rows, ShapeSet((1, 2, 4, 8), (8,)), SINK)
     assert plan.pad_rows == plan.shape.rows - real > 0
     before = cache.read(0, range(SINK))
-    view = cache.view(
-        plan.rows,
-        step_of(plan.write_slots, plan.context_lens),
-        table.read(plan.rows, pad_rows=plan.pad_rows, width=8),
-    )
+    step = step_of(plan.write_slots, plan.context_lens)
+    view = cache.view(plan.rows, step, table.read(plan.rows, pad_rows=plan.pad_rows, width=8))
     k, v = kv(plan.shape.rows)
-    view.write(0, k, v)
+    cache.write(0, step.write_slots, k, v)
     out = view.paged_attention(0, torch.randn(plan.shape.rows, 2, 4), scale=1.0, window=None)
     assert torch.allclose(out[:real], v[:real].flatten(1)), "one position attends to itself alone"
     assert torch.equal(out[real:], torch.zeros(plan.pad_rows, 8))
@@ -134,7 +130,7 @@ def test_chunks_attend_within_their_own_sequence_when_two_share_a_forward(cache:
     slots = torch.tensor([8, 9, 0, 1, 2])
     step = step_of(tuple(slots.tolist()), (1, 2, 1, 2, 3))
     both = cache.view_chunks([Chunk(0, 2, slots[:2]), Chunk(2, 5, slots[2:])], step)
-    both.write(0, k, v)
+    cache.write(0, step.write_slots, k, v)
     out = both.paged_attention(0, q, scale=1.0, window=None)
     first = cache.view_chunks([Chunk(0, 2, slots[:2])], step_of((8, 9), (1, 2)))
     second = cache.view_chunks([Chunk(0, 3, slots[2:])], step_of((0, 1, 2), (1, 2, 3)))

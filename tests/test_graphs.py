@@ -190,7 +190,7 @@ def test_recording_over_nothing_writes_each_steps_own_slots_when_it_is_replayed(
     ones = torch.ones(SHAPE.rows, 1, 1)
     graphs.capture(
         KEY,
-        lambda: warmup_batch(warm, kv).write(0, ones, ones),
+        lambda: kv.write(0, warm.step.write_slots, ones, ones),
         origin="warm",
         rows=warm.plan.rows,
         clock=lambda: 0.0,

@@ -79,7 +79,8 @@ class ReferenceOps:
 
     def rope_and_write(self, qkv: Tensor, store: KVStore, step: StepWindow, rotation: Rotation) -> Tensor:
         rows, heads, kv_heads, head_dim = qkv.shape[0], rotation.heads, rotation.kv_heads, rotation.head_dim
-        q, k, v = qkv.view(rows, heads + 2 * kv_heads, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+        parts = qkv.view(rows, heads + 2 * kv_heads, head_dim)
+        q, k, v = parts[:, :heads], parts[:, heads : heads + kv_heads], parts[:, heads + kv_heads :]
         if rotation.q_norm is not None:
             q = self.rms_norm(q, rotation.q_norm, rotation.eps)
         if rotation.k_norm is not None:

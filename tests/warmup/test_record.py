@@ -65,7 +65,7 @@ def test_scheduled_view_over_no_rows_is_refused_and_a_warm_batch_is_not() -> Non
         kv.view_chunks((), bound.step)
     rows = warmup_batch(bound, kv)
     k = torch.ones(SHAPE.rows, 2, 8)
-    rows.write(0, k, k)
+    kv.write(0, bound.step.write_slots, k, k)
     out = rows.paged_attention(0, torch.ones(SHAPE.rows, 4, 8), scale=1.0, window=None)
     assert torch.equal(out, torch.zeros(SHAPE.rows, 32))
     keys, _ = kv.snapshot(0)
