@@ -11,7 +11,6 @@ from nanoserve.backends import EagerBackend
 from nanoserve.buckets import DecodePlan, DecodeRow, ShapeSet, pad_plan, plan_decode
 from nanoserve.errors import GateError
 from nanoserve.graphs import GraphKey, GraphSet, Origin
-from nanoserve.warmup import warmup_batch
 from tests.bound_plans import SHAPE, SINK, bench, small_cache
 
 KEY = GraphKey("decode", *SHAPE)
