@@ -19,7 +19,7 @@ from typing import Any
 
 from nanoserve.boot import Boot, Booted, BootProgress
 from nanoserve.engine_thread import EngineThread
-from nanoserve.errors import ClientError, Draining, EngineFailed, NotReady, QueueFull, StartupError
+from nanoserve.errors import ClientError, Draining, EngineFailed, InvalidRequest, NotReady, QueueFull, StartupError
 from nanoserve.live import LiveFeed
 from nanoserve.metrics import Metrics
 from nanoserve.output import OutputProcessor
@@ -113,6 +113,11 @@ class AsyncEngine:
         scheduler = booted.engine.scheduler
         try:
             sequences = booted.intake.sequences(request)
+            if len(sequences) > self._max_queued:
+                raise InvalidRequest(
+                    f"n is {len(sequences)}; the queue holds {self._max_queued}; lower n or raise --max-queued",
+                    param="n",
+                )
             if scheduler.waiting + len(sequences) > self._max_queued:
                 raise QueueFull(
                     f"{scheduler.waiting} sequences wait and this request adds {len(sequences)}; the limit is "
@@ -291,6 +296,8 @@ class AsyncEngine:
         self._progress = BootProgress("failed")
         if self._outputs is not None:
             self._outputs.end_all("error", message)
+        if self._booted is not None:
+            self._booted.engine.abandon()
         self._exit_code = exit_code
         self._feed.publish(self._boot_event())
 

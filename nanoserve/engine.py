@@ -61,10 +61,16 @@ class Engine:
         """The tokens that count: those of sequences that were still wanted when the step ended."""
         self._account(plan, outcome)
         taken = set(self.scheduler.commit({new.sequence: new.token for new in outcome.tokens}))
+        self._metrics.counters.generated_tokens += len(taken)
         if self._paranoid:
             self.check()
         self._refresh_gauges()
         return [new for new in outcome.tokens if new.sequence in taken]
+
+    def abandon(self) -> None:
+        """The step in flight raised: whatever it ran is queued again, and nothing it may have written is trusted."""
+        self.scheduler.abandon()
+        self._refresh_gauges()
 
     def step(self) -> list[NewToken]:
         """Plan, launch and commit; empty if there is nothing to do."""
@@ -111,8 +117,13 @@ class Engine:
         return [shape for shape in shapes.shapes() if GraphKey("decode", *shape) not in graphs]
 
     def check(self) -> None:
-        """Raises AssertionError if a block is lost or held twice (after every step in tests and under --paranoid)."""
+        """Raises AssertionError if a block is lost or held twice, or the slot table does not mirror a block table.
+
+        Runs after every step in tests and under --paranoid."""
         self.scheduler.check()
+        for sequence in self.scheduler.live():
+            if sequence.table_row >= 0:
+                self.runner.check_mirror(sequence)
 
     def _account(self, plan: StepPlan, outcome: StepOutcome) -> None:
         for sequence in plan.decode_sequences:
@@ -138,13 +149,15 @@ class Engine:
                 seconds=outcome.seconds,
                 decode_tokens=decoded,
                 prefill_tokens=prefilled,
+                prefill_eager=bool(plan.chunks),
             )
         )
         counters = self._metrics.counters
         counters.eager_steps += bool(plan.decode) and not outcome.replayed
-        counters.prompt_tokens += prefilled
-        counters.generated_tokens += len(outcome.tokens)
         counters.preempted = self.scheduler.preemptions
+        for sequence, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True):
+            # A prompt counts once, when its answer begins: not again when a preempted sequence is computed anew.
+            counters.prompt_tokens += sequence.prompt_tokens if chunk.last and not sequence.generated else 0
 
     def _refresh_gauges(self) -> None:
         gauges = self._metrics.gauges

@@ -170,7 +170,7 @@ class LLM:
             if plan is not None:
                 self._undelivered = self._engine.commit(plan, self._engine.launch(plan))
         except BaseException:
-            self._engine.scheduler.abandon()
+            self._engine.abandon()
             raise
 
     def _submit(self, prompt: Prompt, params: SamplingParams, sink: Any) -> Request:

@@ -49,7 +49,8 @@ class StepRecord:
     """What one step was. `rows` is the padded row count; `width` is None where the read has none (paged, prefill).
 
     `promised` says the step should have replayed a graph (rectangle read: it has a decode part; paged read: always).
-    `decode` and `prefill` count tokens: one per decode row, and the prompt tokens computed.
+    `decode` and `prefill` count tokens: one per decode row, and the prompt tokens computed; `prefill_eager` says that
+    those ran without a graph.
     """
 
     kind: StepKind
@@ -62,6 +63,7 @@ class StepRecord:
     seconds: float
     decode_tokens: int
     prefill_tokens: int
+    prefill_eager: bool = False
 
 
 @dataclass(slots=True)
@@ -155,8 +157,7 @@ class Metrics:
             counters.hits += 1
         elif step.promised:
             counters.misses += 1
-        if step.kind != "decode" and step.width is None:
-            counters.prefill_eager_steps += 1
+        counters.prefill_eager_steps += step.prefill_eager
         self.latency.step_seconds.add(step.seconds)
         self._steps_total += 1
         self._tally_steps += 1

@@ -173,6 +173,13 @@ class Runner:
         self._ops.remember(bound.step.last_tokens, bound.step.table_rows, tokens)
         return DecodeOutput(tokens, logits)
 
+    def check_mirror(self, sequence: Sequence) -> None:
+        """Raises AssertionError unless the sequence's table row holds its block table's slots, as far as they are
+        computed, and the sink after that."""
+        row = self.slots.row(sequence.table_row, self.slots.shape[1]).tolist()
+        assert row[: sequence.computed] == sequence.table.slots(0, sequence.computed), "slot and block table differ"
+        assert set(row[sequence.computed :]) <= {self.slots.sink_slot}, "the slot table names slots not computed yet"
+
     # --- recording -----------------------------------------------------------------------------------------
 
     @torch.inference_mode()

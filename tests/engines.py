@@ -88,6 +88,9 @@ class ScriptedRunner:
             raise RuntimeError("the device is on fire")
         return outcome_of(plan, [NewToken(s, self.script(s.request_id, s.choice, s.generated)) for s in choosing(plan)])
 
+    def check_mirror(self, sequence: Sequence) -> None:
+        """It has no slot table to compare."""
+
 
 def text_script(texts: dict[str, str], end: int = ByteTokenizer.EOS) -> Script:
     """Each request says its text byte by byte, then `end`."""
@@ -128,6 +131,9 @@ class HashRunner:
                 tokens.append(self._choose(sequence, chunk.table_row, position))
         return outcome_of(plan, tokens)
 
+    def check_mirror(self, sequence: Sequence) -> None:
+        check_row(sequence, self.slots)
+
     def _context(self, table_row: int, length: int) -> list[int]:
         return [self.store[slot] for slot in self.slots.rows[table_row][:length]]
 
@@ -166,9 +172,13 @@ def check_mirror(engine: Engine, slots: SlotLists) -> None:
     """The slot table says of each running sequence what its block table says, and nothing past what is computed."""
     for sequence in engine.scheduler.live():
         if sequence.state in (State.PREFILL, State.DECODE):
-            row = slots.rows[sequence.table_row]
-            assert row[: sequence.computed] == sequence.table.slots(0, sequence.computed)
-            assert set(row[sequence.computed :]) <= {slots.sink_slot}
+            check_row(sequence, slots)
+
+
+def check_row(sequence: Sequence, slots: SlotLists) -> None:
+    row = slots.rows[sequence.table_row]
+    assert row[: sequence.computed] == sequence.table.slots(0, sequence.computed)
+    assert set(row[sequence.computed :]) <= {slots.sink_slot}
 
 
 # --- engines -------------------------------------------------------------------------------------------------------

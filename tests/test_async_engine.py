@@ -212,6 +212,8 @@ def test_request_is_refused_with_a_wait_when_the_queue_is_full() -> None:
             assert refused.value.retry_after_seconds is not None
             assert refused.value.retry_after_seconds > 0
             assert (metrics.counters.rejected, metrics.gauges.waiting) == (1, 2)
+            with pytest.raises(InvalidRequest, match="n is 3; the queue holds 2; lower n"):
+                await engine.submit(ask("many", n=3))  # no wait would ever make room for it
             runner.gate.set()
             assert [(await read(stream)).text() for stream in streams] == ["xx"] * 3
             assert (await read(await engine.submit(ask(max_tokens=1)))).text() == "x"

@@ -150,6 +150,7 @@ class InterruptedRunner:
 
     def __init__(self, runner: Runner, at: int) -> None:
         self.graphs = runner.graphs
+        self.check_mirror = runner.check_mirror
         self._runner = runner
         self._left = at
 

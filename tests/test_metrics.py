@@ -37,7 +37,15 @@ def step(**changes: Any) -> StepRecord:
     return StepRecord(**(fields | changes))
 
 
-PREFILL = {"kind": "prefill", "rows": 40, "width": None, "hit": False, "promised": False, "decode_tokens": 0}
+PREFILL = {
+    "kind": "prefill",
+    "rows": 40,
+    "width": None,
+    "hit": False,
+    "promised": False,
+    "decode_tokens": 0,
+    "prefill_eager": True,
+}
 
 
 def test_percentiles_are_null_when_the_window_is_empty() -> None:
@@ -88,9 +96,9 @@ def test_hit_rate_counts_only_promised_steps_when_prompts_run_eagerly() -> None:
     assert metrics.hit_rate is None
     metrics.record_step(step())
     metrics.record_step(step())
-    metrics.record_step(step(hit=False))
+    metrics.record_step(step(hit=False, kind="mixed", prefill_eager=True))
     assert metrics.hit_rate == pytest.approx(2 / 3)
-    assert metrics.counters.prefill_eager_steps == 1
+    assert metrics.counters.prefill_eager_steps == 2
 
 
 def test_free_blocks_follow_the_gauges_when_the_pool_is_known() -> None:

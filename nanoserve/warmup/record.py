@@ -83,15 +83,15 @@ def price(recorder: Recorder, shapes: Sequence[DecodeShape], *, probe_seconds: f
     """Fit the cost model to the recording times of two shapes: the smallest, and the biggest that is quick to try.
 
     That one is found by trying ever bigger ones, since the smallest alone does not tell whether size or overhead made
-    its time. No probe is much longer than PROBE_STEP * `probe_seconds`, unless the two smallest shapes are. The
-    smallest is recorded twice and timed the second time: the first one also allocates the K/V pool.
+    its time. No probe is much longer than PROBE_STEP * `probe_seconds`, unless the two smallest shapes are. Both are
+    timed twice and the shorter time counts: what disturbs a recording, such as the K/V pool's allocation in the very
+    first one, only makes it slower.
     """
     by_size = sorted(shapes, key=lambda shape: shape.rows * shape.width)
     if not by_size:
         return CostModel(0.0, 0.0)
     small = by_size[0]
-    recorder.time_recording(small)
-    small_seconds = recorder.time_recording(small)
+    small_seconds = min(recorder.time_recording(small), recorder.time_recording(small))
     large, large_seconds = small, small_seconds
     for shape in by_size[1:]:
         slow = large_seconds > probe_seconds
@@ -101,6 +101,8 @@ def price(recorder: Recorder, shapes: Sequence[DecodeShape], *, probe_seconds: f
             large, large_seconds = shape, recorder.time_recording(shape)
     if large == small:
         return CostModel(small_seconds, 0.0)
+    if large_seconds <= PROBE_STEP * probe_seconds:
+        large_seconds = min(large_seconds, recorder.time_recording(large))
     return CostModel.fit((small, small_seconds), (large, large_seconds))
 
 

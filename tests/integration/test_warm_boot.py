@@ -21,6 +21,7 @@ from nanoserve.kernels.reference import ReferenceOps
 from nanoserve.metrics import Metrics
 from nanoserve.warmup import load_warm_list
 from tests.server.support import TEXT, Running, error_of, serving, wait_until
+from tests.serving import served
 from tests.tiny_engines import LeakyOps, SlowBackend, SlowOps
 from tests.tiny_folder import write_folder
 
@@ -213,3 +214,25 @@ def test_background_recordings_wait_for_requests_and_are_counted_apart(folder: P
         assert health(server)["status"] == "ready"
         assert health(server)["warmup"]["uncovered"] == []
     assert sum(load_warm_list(path).values()) == 39
+
+
+# --- the real model --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_real_model_is_ready_in_time_and_wholly_covered_when_flags_are_the_defaults(tmp_path: Path) -> None:
+    """20 s on two cores that have nothing else to do, from the start of the process to the first 200."""
+    started = time.monotonic()
+    with served(tmp_path / "log") as server:
+        took = time.monotonic() - started
+        warmup = server.get("/health")["warmup"]
+        answer = server.post(TEXT, {"prompt": "Once", "max_tokens": 8, "temperature": 0}).json()
+        graphs = server.get("/metrics")["graphs"]
+        log = server.text()
+    assert (warmup["uncovered"], warmup["trimmed"], warmup["self_test"]["verdict"]) == ([], 0, "passed")
+    assert f"warmed {warmup['graphs']} graphs in " in log
+    assert "every shape covered; padding self-test passed" in log
+    assert answer["nanoserve"]["graph"]["eager_steps"] == 1
+    assert (graphs["cold_captures"], graphs["hit_rate"]) == (0, 1.0)
+    assert took < 20.0
