@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -18,6 +18,9 @@ class EagerBackend:
     def record(self, program: Callable[[], T]) -> Callable[[], T]:
         program()
         return program
+
+    def run(self, replays: Sequence[Callable[[], T]]) -> list[T]:
+        return [replay() for replay in replays]
 
     def arena_bytes(self) -> int | None:
         return 0
@@ -52,6 +55,9 @@ class CudaBackend:
             return output
 
         return replay
+
+    def run(self, replays: Sequence[Callable[[], T]]) -> list[T]:
+        return [replay() for replay in replays]
 
     def arena_bytes(self) -> int | None:
         """Bytes of the private pool's segments."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from nanoserve.errors import ConfigError
 
@@ -47,6 +47,31 @@ def bucket_for(value: int, buckets: Sequence[int]) -> int:
     return buckets[bisect_left(buckets, value)]
 
 
+GraphKind = Literal["decode", "body", "head"]
+
+
+class GraphKey(NamedTuple):
+    """What a graph is for: a decode step of the rectangle read, or the body or the head of any step of the paged read,
+    whose `width` is None."""
+
+    kind: GraphKind
+    rows: int
+    width: int | None
+
+
+Shape = DecodeShape | GraphKey
+"""A member of a closed set: `DecodeShape` where all have a width, `GraphKey` where none has."""
+
+
+def key_of(shape: Shape) -> GraphKey:
+    return shape if isinstance(shape, GraphKey) else GraphKey("decode", *shape)
+
+
+def cells(shape: Shape) -> int:
+    """What a shape's cost grows with: rows times the positions each one reads, or rows where that is not fixed."""
+    return shape.rows * (shape.width or 1)
+
+
 @dataclass(frozen=True, slots=True)
 class ShapeSet:
     """Every shape a decode step may take: `row_ladder` × `width_ladder`, both ascending."""
@@ -60,6 +85,10 @@ class ShapeSet:
 
     def shapes(self) -> list[DecodeShape]:
         return [DecodeShape(rows, width) for rows in self.row_ladder for width in self.width_ladder]
+
+    def padding_shapes(self) -> list[DecodeShape]:
+        """One shape for each row bucket, the cheapest."""
+        return [DecodeShape(rows, self.width_ladder[0]) for rows in self.row_ladder]
 
     def shape_for(self, rows: int, width: int) -> DecodeShape:
         return DecodeShape(bucket_for(rows, self.row_ladder), bucket_for(width, self.width_ladder))
@@ -112,6 +141,112 @@ def plan_decode(rows: Sequence[DecodeRow], shapes: ShapeSet | None, sink_slot: i
         positions=(*(row.position for row in rows), *(0,) * pad),
         write_slots=(*(row.write_slot for row in rows), *(sink_slot,) * pad),
         context_lens=(*(row.position + 1 for row in rows), *(0,) * pad),
+    )
+
+
+# --- the paged read ------------------------------------------------------------------------------------------------
+
+
+def step_buckets(max_rows: int) -> tuple[int, ...]:
+    """1, 2, 4, … 32, then four steps to each doubling, up to and including `max_rows`."""
+    ladder = list(row_buckets(min(max_rows, 32)))
+    while ladder[-1] < max_rows:
+        ladder.append(min(ladder[-1] + max(8, 1 << (ladder[-1].bit_length() - 3)), max_rows))
+    return tuple(ladder)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedShapes:
+    """The closed set of the paged read: bodies by step rows, heads by logit rows. A list, not a product."""
+
+    row_ladder: tuple[int, ...]
+    head_ladder: tuple[int, ...]
+
+    @classmethod
+    def build(cls, *, max_step_rows: int, max_logit_rows: int) -> PagedShapes:
+        return cls(step_buckets(max_step_rows), row_buckets(max_logit_rows))
+
+    def shapes(self) -> list[GraphKey]:
+        bodies = [GraphKey("body", rows, None) for rows in self.row_ladder]
+        return bodies + [GraphKey("head", rows, None) for rows in self.head_ladder]
+
+    def padding_shapes(self) -> list[GraphKey]:
+        """One shape for each row bucket."""
+        return [GraphKey("body", rows, None) for rows in self.row_ladder]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedPlan:
+    """A step of any kind: decode rows, then the rows of prompt chunks, padded to a body bucket; and the rows after
+    which a token is chosen, padded to a head bucket.
+
+    The first five have `rows` entries, of which `real_rows` are real; `logit_rows` has `head_rows`, of which
+    `real_logit_rows` are. A head bucket of 0 is a step that chooses nothing.
+    """
+
+    rows: int
+    real_rows: int
+    head_rows: int
+    real_logit_rows: int
+    input_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    write_slots: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    table_rows: tuple[int, ...]
+    logit_rows: tuple[int, ...]
+
+    @property
+    def pad_rows(self) -> int:
+        return self.rows - self.real_rows
+
+
+@dataclass(slots=True)
+class StepRows:
+    """A step's rows while they are collected."""
+
+    input_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    write_slots: list[int] = field(default_factory=list)
+    table_rows: list[int] = field(default_factory=list)
+    logit_rows: list[int] = field(default_factory=list)
+
+    def add_decode(self, row: DecodeRow) -> None:
+        self.logit_rows.append(len(self.input_ids))
+        self.add((LAST_TOKEN,), row.position, (row.write_slot,), row.table_row)
+
+    def add(self, token_ids: Sequence[int], start: int, write_slots: Sequence[int], table_row: int) -> None:
+        """Consecutive positions of one sequence from `start` on."""
+        self.input_ids += token_ids
+        self.positions += range(start, start + len(token_ids))
+        self.write_slots += write_slots
+        self.table_rows += [table_row] * len(token_ids)
+
+
+def plan_step(rows: StepRows, shapes: PagedShapes, *, sink_slot: int, pad_row: int) -> PagedPlan:
+    """Pad collected rows to the smallest body and head that hold them. No rows at all is a warm-up's plan, for the
+    smallest body. Raises IndexError beyond the largest."""
+    real, logits = len(rows.input_ids), len(rows.logit_rows)
+    bucket = bucket_for(real, shapes.row_ladder)
+    head = bucket_for(logits, shapes.head_ladder) if logits else 0
+    return pad_step(rows, bucket, head, sink_slot=sink_slot, pad_row=pad_row)
+
+
+def pad_step(rows: StepRows, bucket: int, head: int, *, sink_slot: int, pad_row: int) -> PagedPlan:
+    """Pad collected rows, which may be none, to the given body and head."""
+    real, logits = len(rows.input_ids), len(rows.logit_rows)
+    pad = bucket - real
+    zeros = (0,) * pad
+    return PagedPlan(
+        rows=bucket,
+        real_rows=real,
+        head_rows=head,
+        real_logit_rows=logits,
+        input_ids=(*rows.input_ids, *zeros),
+        positions=(*rows.positions, *zeros),
+        write_slots=(*rows.write_slots, *(sink_slot,) * pad),
+        context_lens=(*(position + 1 for position in rows.positions), *zeros),
+        table_rows=(*rows.table_rows, *(pad_row,) * pad),
+        logit_rows=(*rows.logit_rows, *(0,) * (head - logits)),
     )
 
 

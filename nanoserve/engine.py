@@ -13,13 +13,12 @@ from collections import deque
 from collections.abc import Sequence as SequenceOf
 
 from nanoserve.blocks import BlockPool
-from nanoserve.buckets import DecodeShape
-from nanoserve.graphs import GraphKey
+from nanoserve.buckets import Shape, key_of
 from nanoserve.metrics import Metrics, StepKind, StepRecord
 from nanoserve.request import FinishReason
-from nanoserve.runner import Runner, StepOutcome
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import NewToken, Sequence, StepPlan
+from nanoserve.step import StepOutcome, StepRunner
 from nanoserve.warmup import CostModel, WarmupReport, warm_decode
 from nanoserve.warmup.record import Progress
 
@@ -28,11 +27,11 @@ class Engine:
     """Keeps scheduler, runner and metrics in step. `background` holds the shapes to be recorded in idle gaps."""
 
     def __init__(
-        self, scheduler: Scheduler, pool: BlockPool, runner: Runner, metrics: Metrics, *, paranoid: bool = False
+        self, scheduler: Scheduler, pool: BlockPool, runner: StepRunner, metrics: Metrics, *, paranoid: bool = False
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
-        self.background: deque[DecodeShape] = deque()
+        self.background: deque[Shape] = deque()
         self._pool = pool
         self._metrics = metrics
         self._paranoid = paranoid
@@ -81,7 +80,7 @@ class Engine:
 
     def warm_decode(
         self,
-        shapes: SequenceOf[DecodeShape],
+        shapes: SequenceOf[Shape],
         *,
         cost: CostModel,
         predicted_bytes: int = 0,
@@ -105,16 +104,16 @@ class Engine:
         """Record the next shape of `background`. Runs on the engine thread, between steps, when nothing waits."""
         shape = self.background[0]
         graphs = self.runner.graphs
-        if graphs is not None and GraphKey("decode", *shape) not in graphs:
+        if graphs is not None and key_of(shape) not in graphs:
             self.runner.capture(shape, "background")
         self.background.popleft()  # only now: while it is being recorded it is neither covered nor given up
 
-    def uncovered(self) -> list[DecodeShape]:
+    def uncovered(self) -> list[Shape]:
         """Shapes a step can have that have no graph now."""
         shapes, graphs = self.runner.shapes, self.runner.graphs
         if shapes is None or graphs is None:
             return []
-        return [shape for shape in shapes.shapes() if GraphKey("decode", *shape) not in graphs]
+        return [shape for shape in shapes.shapes() if key_of(shape) not in graphs]
 
     def check(self) -> None:
         """Raises AssertionError if a block is lost or held twice, or the slot table does not mirror a block table.
@@ -133,23 +132,24 @@ class Engine:
             sequence.pad_rows += outcome.pad_rows
         for sequence in plan.chunk_sequences:
             sequence.steps += 1
-            sequence.eager_steps += 1
+            sequence.replays += outcome.chunks_replayed
+            sequence.eager_steps += not outcome.chunks_replayed
         kind: StepKind = "mixed" if plan.decode and plan.chunks else "decode" if plan.decode else "prefill"
         decoded, prefilled = len(plan.decode), plan.prefill_tokens
-        rows, width = outcome.shape if outcome.shape is not None else (prefilled, None)
+        shape = outcome.shape
         self._metrics.record_step(
             StepRecord(
                 kind=kind,
-                rows=rows,
-                width=width,
-                real_rows=decoded or prefilled,
+                rows=shape.rows if shape is not None else prefilled,
+                width=shape.width if shape is not None else None,
+                real_rows=shape.rows - outcome.pad_rows if shape is not None else prefilled,
                 pad_rows=outcome.pad_rows,
                 hit=outcome.hit,
-                promised=self.runner.graphs is not None and bool(plan.decode),
+                promised=self.runner.graphs is not None and (bool(plan.decode) or outcome.chunks_replayed),
                 seconds=outcome.seconds,
                 decode_tokens=decoded,
                 prefill_tokens=prefilled,
-                prefill_eager=bool(plan.chunks),
+                prefill_eager=bool(plan.chunks) and not outcome.chunks_replayed,
             )
         )
         counters = self._metrics.counters

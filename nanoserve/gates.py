@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nanoserve.buckets import DecodePlan
+from nanoserve.buckets import DecodePlan, PagedPlan
 from nanoserve.errors import GateError
 from nanoserve.ops import SamplingWindow, StepWindow
 from nanoserve.slots import SlotTable
@@ -80,15 +80,12 @@ def check_plan_addressing(bound: BoundPlan) -> None:
     """
     plan, step = bound.plan, bound.step
     pad_row = step.last_tokens.shape[0] - 1
-    for name, buffer, wanted in (
+    _check_buffers(
         ("input_ids", step.input_ids, plan.input_ids),
         ("positions", step.positions, plan.positions),
         ("write_slots", step.write_slots, plan.write_slots),
         ("context_lens", step.context_lens, plan.context_lens),
-        ("table_rows", step.table_rows, (*plan.rows, *(pad_row,) * plan.pad_rows)),
-    ):
-        if tuple(buffer.tolist()) != wanted:
-            raise GateError(f"the buffer of {name} holds {buffer.tolist()}, the plan says {list(wanted)}")
+    )
     for row in range(len(plan.rows)):
         position, slot = plan.positions[row], plan.write_slots[row]
         mapped = int(bound.slot_mapping[row, position])
@@ -98,6 +95,50 @@ def check_plan_addressing(bound: BoundPlan) -> None:
             raise GateError(
                 f"row {row} attends to {plan.context_lens[row]} tokens; position {position} allows {position + 1}"
             )
+
+
+def check_paged_pad_inert(plan: PagedPlan, sink_slot: int, pad_row: int) -> None:
+    """Pad rows attend to nothing, write to the sink and own no table row; no real row writes to the sink; every logit
+    row is a real row."""
+    for row in range(plan.real_rows, plan.rows):
+        if plan.context_lens[row] != 0:
+            raise GateError(f"pad row {row} attends to {plan.context_lens[row]} tokens; the limit is 0")
+        if plan.write_slots[row] != sink_slot:
+            raise GateError(f"pad row {row} writes to slot {plan.write_slots[row]}; only the sink {sink_slot} is legal")
+        if plan.table_rows[row] != pad_row:
+            raise GateError(f"pad row {row} names table row {plan.table_rows[row]}; only {pad_row} is legal")
+    for row in range(plan.real_rows):
+        if plan.write_slots[row] == sink_slot:
+            raise GateError(f"real row {row} writes to the sink slot {sink_slot}; its token would be lost")
+    for index in plan.logit_rows[: plan.real_logit_rows]:
+        if not 0 <= index < plan.real_rows:
+            raise GateError(f"a token is chosen after row {index}; the step has {plan.real_rows} real rows")
+
+
+def check_paged_addressing(plan: PagedPlan, step: StepWindow, table: SlotTable) -> None:
+    """The buffers hold the plan; each real row writes the slot the table gives its position and attends up to it."""
+    _check_buffers(
+        ("input_ids", step.input_ids, plan.input_ids),
+        ("positions", step.positions, plan.positions),
+        ("write_slots", step.write_slots, plan.write_slots),
+        ("context_lens", step.context_lens, plan.context_lens),
+        ("table_rows", step.table_rows, plan.table_rows),
+    )
+    for row in range(plan.real_rows):
+        position, slot = plan.positions[row], plan.write_slots[row]
+        mapped = int(table.row(plan.table_rows[row], position + 1)[position])
+        if mapped != slot:
+            raise GateError(f"row {row} writes slot {slot}; the slot table gives position {position} slot {mapped}")
+        if plan.context_lens[row] != position + 1:
+            raise GateError(
+                f"row {row} attends to {plan.context_lens[row]} tokens; position {position} allows {position + 1}"
+            )
+
+
+def _check_buffers(*fields: tuple[str, Tensor, tuple[int, ...]]) -> None:
+    for name, buffer, wanted in fields:
+        if tuple(buffer.tolist()) != wanted:
+            raise GateError(f"the buffer of {name} holds {buffer.tolist()}, the plan says {list(wanted)}")
 
 
 def check_addresses_stable(recorded: tuple[int, ...], current: tuple[int, ...]) -> None:

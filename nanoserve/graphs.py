@@ -6,25 +6,18 @@ set knows how to record, replay and count; which keys exist, and when they are r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from nanoserve.buckets import DecodePlan
+from nanoserve.buckets import DecodePlan, GraphKey, PagedPlan
 from nanoserve.errors import GateError
 from nanoserve.gates import check_replay_rows
 
-GraphKind = Literal["decode", "body", "head", "head_full"]
+__all__ = ["GraphBackend", "GraphEntry", "GraphKey", "GraphSet", "Origin"]
+
 Origin = Literal["warm", "cold", "background"]
 T = TypeVar("T")
-
-
-class GraphKey(NamedTuple):
-    """What a graph is for. `width` is None where the read has none (`paged`)."""
-
-    kind: GraphKind
-    rows: int
-    width: int | None
 
 
 class GraphBackend(Protocol):
@@ -34,6 +27,9 @@ class GraphBackend(Protocol):
 
     def record(self, program: Callable[[], T]) -> Callable[[], T]:
         """Run `program` once and return what replays it; every replay returns its like."""
+
+    def run(self, replays: Sequence[Callable[[], T]]) -> list[T]:
+        """Replay several recordings, in order, as cheaply as the device can; what each returns."""
 
     def arena_bytes(self) -> int | None:
         """Bytes the recordings hold beside weights and pool; None where the backend does not know."""
@@ -105,9 +101,21 @@ class GraphSet(Generic[T]):
         entry.pad_rows += plan.pad_rows
         return result
 
-    def rehearse(self, key: GraphKey) -> T:
-        """Run the graph of `key` without counting it: the warm-up's own tests. Raises KeyError if there is none."""
-        return self._entries[key].replay()
+    def replay_step(self, keys: Sequence[GraphKey], plan: PagedPlan) -> list[T]:
+        """Run the graphs of one paged step, its body and, where it chooses tokens, its head, in one launch. Raises
+        KeyError if one is not recorded."""
+        entries = [self._entries[key] for key in keys]
+        results = self.backend.run([entry.replay for entry in entries])
+        reals = (plan.real_rows, plan.real_logit_rows)
+        for entry, real in zip(entries, reals, strict=False):
+            entry.replays += 1
+            entry.real_rows += real
+            entry.pad_rows += entry.key.rows - real
+        return results
+
+    def rehearse(self, *keys: GraphKey) -> list[T]:
+        """Run graphs without counting them: the warm-up's own tests. Raises KeyError if one is not recorded."""
+        return self.backend.run([self._entries[key].replay for key in keys])
 
     def add_seconds(self, key: GraphKey, seconds: float) -> None:
         """Account the duration of a replay that has just completed."""

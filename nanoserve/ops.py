@@ -138,7 +138,6 @@ class KVKernels(Protocol):
     ) -> Tensor:
         """Many queries of one sequence. q `[n, heads, head_dim]`, slots `[width]`, context_lens `[n]`."""
 
-
     def paged_attention(
         self, q: Tensor, store: KVStore, step: StepWindow, table: Tensor, *, scale: float, window: int | None
     ) -> Tensor:

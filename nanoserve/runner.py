@@ -29,11 +29,11 @@ from nanoserve.gates import (
 )
 from nanoserve.graphs import GraphEntry, GraphKey, GraphSet, Origin
 from nanoserve.inputs import GREEDY, RowSampling, StepInputs
-from nanoserve.kernels.sampling import adjust_logits
 from nanoserve.models.decoder import Decoder
 from nanoserve.ops import CacheRows, Ops, StepWindow
 from nanoserve.sequence import ChunkPlan, NewToken, Sequence, StepPlan
 from nanoserve.slots import SlotTable
+from nanoserve.step import Chooser, StepOutcome, check_mirror, edit_slots, row_sampling
 from nanoserve.warmup import check_warm_rows_empty, check_warm_writes_sink, warmup_batch, warmup_plan
 
 
@@ -43,23 +43,6 @@ class DecodeOutput:
 
     tokens: Tensor
     logits: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """What a step chose and what it was.
-
-    shape      of its decode part, None if nothing decoded
-    replayed   a graph ran the decode part
-    hit        that graph was recorded before this step
-    """
-
-    tokens: tuple[NewToken, ...]
-    shape: DecodeShape | None
-    replayed: bool
-    hit: bool
-    pad_rows: int
-    seconds: float
 
 
 class Runner:
@@ -94,6 +77,7 @@ class Runner:
         self._decoder = decoder
         self._ops = ops
         self._last_tokens = last_tokens
+        self._chooser = Chooser(last_tokens)
         self._inputs = inputs
         self._strict = strict
         self._paranoid = paranoid
@@ -107,7 +91,7 @@ class Runner:
     def run(self, plan: StepPlan) -> StepOutcome:
         """Run `plan`; returns when its tokens are on the host."""
         started = self._clock()
-        self._edit_slots(plan)
+        edit_slots(plan, self.slots, self._last_tokens)
         new: list[NewToken] = []
         shape: DecodeShape | None = None
         hit, pad_rows = False, 0
@@ -115,20 +99,11 @@ class Runner:
             padded = plan_decode(plan.decode, self.shapes, self.slots.sink_slot)
             shape, pad_rows = padded.shape, padded.pad_rows
             output, hit = self._decode(padded, plan.decode_sequences)
-            new += self._choose(plan.decode_sequences, output.logits, output.tokens)
+            new += self._chooser.choose(plan.decode_sequences, output.logits, output.tokens)
         if plan.chunks:
             new += self._prefill(plan)
         replayed = shape is not None and self.graphs is not None
         return StepOutcome(tuple(new), shape, replayed, hit, pad_rows, self._clock() - started)
-
-    def _edit_slots(self, plan: StepPlan) -> None:
-        for row in plan.clears:
-            self.slots.clear(row)
-        for a, b in plan.swaps:
-            self.slots.swap(a, b)
-            self._last_tokens[[a, b]] = self._last_tokens[[b, a]]
-        for row, start, slots in plan.slot_writes:
-            self.slots.write(row, start, slots)
 
     # --- decode --------------------------------------------------------------------------------------------
 
@@ -174,11 +149,7 @@ class Runner:
         return DecodeOutput(tokens, logits)
 
     def check_mirror(self, sequence: Sequence) -> None:
-        """Raises AssertionError unless the sequence's table row holds its block table's slots, as far as they are
-        computed, and the sink after that."""
-        row = self.slots.row(sequence.table_row, self.slots.shape[1]).tolist()
-        assert row[: sequence.computed] == sequence.table.slots(0, sequence.computed), "slot and block table differ"
-        assert set(row[sequence.computed :]) <= {self.slots.sink_slot}, "the slot table names slots not computed yet"
+        check_mirror(sequence, self.slots)
 
     # --- recording -----------------------------------------------------------------------------------------
 
@@ -240,7 +211,7 @@ class Runner:
         inputs.write_sampling([row_sampling(sequence) for sequence in sequences])
         tokens = self._ops.sample(logits, inputs.sampling(len(ends)), step.context_lens[logit_rows])
         self._ops.remember(self._last_tokens, step.table_rows[logit_rows], tokens)
-        return self._choose(sequences, logits, tokens)
+        return self._chooser.choose(sequences, logits, tokens)
 
     def _forward_chunks(self, plans: tuple[ChunkPlan, ...]) -> tuple[Tensor, StepWindow]:
         """Hidden states `[tokens, hidden]` of all chunks, one after the other, and the inputs they came from."""
@@ -262,43 +233,6 @@ class Runner:
         step = StepWindow(fields[0], fields[1], fields[2], fields[1] + 1, fields[3], self._last_tokens)
         return self._decoder.body(self._ops, step, self.cache.view_chunks(chunks, step)), step
 
-    # --- choosing with penalties, bias and logprobs ----------------------------------------------------------
-
-    def _choose(self, sequences: tuple[Sequence, ...], logits: Tensor, tokens: Tensor) -> list[NewToken]:
-        chosen = tokens[: len(sequences)].tolist()
-        return [
-            self._choose_with_history(sequence, logits[row])
-            if sequence.params.needs_full_head
-            else NewToken(sequence, chosen[row])
-            for row, sequence in enumerate(sequences)
-        ]
-
-    def _choose_with_history(self, sequence: Sequence, row: Tensor) -> NewToken:
-        """The step's token was chosen from the plain logits; choose again from the adjusted ones, and remember it."""
-        params = sequence.params
-        adjusted = adjust_logits(
-            row,
-            prompt_ids=sequence.tokens[: sequence.prompt_tokens],
-            output_ids=sequence.output_ids,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            repetition_penalty=params.repetition_penalty,
-            logit_bias=params.logit_bias,
-        )
-        inputs = StepInputs(1, self._last_tokens)
-        inputs.write_sampling([row_sampling(sequence)])
-        position = torch.tensor([len(sequence.tokens)], dtype=torch.int64, device=row.device)
-        token = self._ops.sample(adjusted.unsqueeze(0), inputs.sampling(1), position)
-        table_row = torch.tensor([sequence.table_row], dtype=torch.int64, device=row.device)
-        self._ops.remember(self._last_tokens, table_row, token)
-        chosen = int(token)
-        if params.logprobs is None:
-            return NewToken(sequence, chosen)
-        logprobs = torch.log_softmax(row, dim=-1)
-        top = logprobs.topk(params.logprobs)
-        pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        return NewToken(sequence, chosen, float(logprobs[chosen]), pairs)
-
     # --- the padding self-test's way in (`warmup.selftest.Prober`) ---------------------------------------------
 
     @torch.inference_mode()
@@ -315,15 +249,10 @@ class Runner:
         only = ShapeSet((shape.rows,), (shape.width,))
         bound = self._bind(plan_decode([DecodeRow(0, position, slot)], only, self.slots.sink_slot), [GREEDY])
         self._check_bound(bound, [slots])
-        return self.graphs.rehearse(GraphKey("decode", *shape)).logits[0].clone()
+        return self.graphs.rehearse(GraphKey("decode", *shape))[0].logits[0].clone()
 
     def probe_end(self) -> None:
         self.slots.clear(0)
-
-
-def row_sampling(sequence: Sequence) -> RowSampling:
-    params = sequence.params
-    return RowSampling(params.temperature, params.top_k, params.top_p, params.min_p, sequence.seed, sequence.choice)
 
 
 def _ends(chunks: tuple[ChunkPlan, ...]) -> list[int]:
