@@ -81,6 +81,7 @@ def check_plan_addressing(bound: BoundPlan) -> None:
     plan, step = bound.plan, bound.step
     pad_row = step.last_tokens.shape[0] - 1
     _check_buffers(
+        ("table_rows", step.table_rows, (*plan.rows, *(pad_row,) * plan.pad_rows)),
         ("input_ids", step.input_ids, plan.input_ids),
         ("positions", step.positions, plan.positions),
         ("write_slots", step.write_slots, plan.write_slots),

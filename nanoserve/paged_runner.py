@@ -1,8 +1,8 @@
 """PagedRunner: one step of any kind, decode and prompt chunks together, as one body and one head.
 
 Each row walks the slot table to its own length, so width leaves the key, and a chunk of n prompt tokens is n rows that
-share a table row at consecutive positions: `position + 1` as `context_lens` is the causal mask. Every step replays graphs
-recorded before, prefill included. Runs on the engine thread, as `runner.Runner` does, which reads rectangles.
+share a table row at consecutive positions: `position + 1` as `context_lens` is the causal mask. Every step replays
+graphs recorded before, prefill included. Runs on the engine thread, as `runner.Runner` does, which reads rectangles.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class PagedRunner:
         ending = [s for s, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True) if chunk.last]
         sequences = (*plan.decode_sequences, *ending)
         padded = plan_step(rows, self.shapes, sink_slot=self.slots.sink_slot, pad_row=self._pad_row)
-        hit = all([self._ensure(key) for key in _keys(padded)])
+        missing = [key for key in _keys(padded) if key not in self.graphs]
+        for key in missing:
+            self._capture_late(key)
         self._write(padded, [row_sampling(sequence) for sequence in sequences])
         began = self._clock()
         outputs = self.graphs.replay_step(_keys(padded), padded)
@@ -90,16 +92,12 @@ class PagedRunner:
         self.graphs.add_seconds(body, self._clock() - began)
         new = self._chooser.choose(sequences, outputs[1].logits, outputs[1].tokens) if padded.head_rows else []
         seconds = self._clock() - started
-        return StepOutcome(tuple(new), body, True, hit, padded.pad_rows, seconds, chunks_replayed=True)
+        return StepOutcome(tuple(new), body, True, not missing, padded.pad_rows, seconds, chunks_replayed=True)
 
-    def _ensure(self, key: GraphKey) -> bool:
-        """Whether the key has a graph; it has one afterwards."""
-        if key in self.graphs:
-            return True
+    def _capture_late(self, key: GraphKey) -> None:
         if self._strict:
             raise GateError(f"no graph is recorded for {key} and --strict-shapes allows no recording now")
         self.capture(key, "cold")
-        return False
 
     def _write(self, plan: PagedPlan, sampling: list[RowSampling]) -> None:
         self._inputs.write_step(plan, sampling)

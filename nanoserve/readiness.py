@@ -18,12 +18,11 @@ from tqdm import tqdm
 
 from nanoserve.blocks import blocks_for
 from nanoserve.boot import BootProgress, Report
-from nanoserve.buckets import DecodeShape, ShapeSet
+from nanoserve.buckets import DecodeShape, PagedShapes, Shape, ShapeSet, key_of
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Engine
 from nanoserve.errors import ConfigError, OutOfMemory
 from nanoserve.gates import check_pool_budget
-from nanoserve.graphs import GraphKey
 from nanoserve.warmup import (
     CostModel,
     SelfTestReport,
@@ -166,7 +165,7 @@ def make_ready(
     verdict = padding_self_test(
         engine.runner,
         shapes,
-        lambda shape: GraphKey("decode", *shape) in graphs,
+        lambda shape: key_of(shape) in graphs,
         slots=_spare_slots(engine, config.block_size),
         vocab_size=facts.vocab_size,
         seconds=config.self_test_seconds,
@@ -204,16 +203,17 @@ def boot_line(readiness: Readiness) -> str:
     )
 
 
-def describe_shapes(shapes: Iterable[DecodeShape]) -> str:
+def describe_shapes(shapes: Iterable[Shape]) -> str:
     """`12 shapes (rows 4 to 8, width 512 to 2,048)`."""
     listed = list(shapes)
     if not listed:
         return "no shapes"
-    rows, widths = [shape.rows for shape in listed], [shape.width for shape in listed]
-    return f"{len(listed)} shapes (rows {min(rows)} to {max(rows)}, width {min(widths):,} to {max(widths):,})"
+    rows, widths = [shape.rows for shape in listed], [shape.width for shape in listed if shape.width is not None]
+    width = f", width {min(widths):,} to {max(widths):,}" if widths else ""
+    return f"{len(listed)} shapes (rows {min(rows)} to {max(rows)}{width})"
 
 
-def _shapes(engine: Engine) -> ShapeSet:
+def _shapes(engine: Engine) -> ShapeSet | PagedShapes:
     assert engine.runner.shapes is not None, "a warm-up without a closed set of shapes"
     return engine.runner.shapes
 

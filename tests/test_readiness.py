@@ -14,6 +14,7 @@ import torch
 from nanoserve.backends import EagerBackend
 from nanoserve.buckets import DecodeShape
 from nanoserve.errors import ConfigError, GateError, OutOfMemory
+from nanoserve.graphs import GraphKey, Origin
 from nanoserve.readiness import boot_line, describe_shapes, price_plan
 from nanoserve.warmup import load_warm_list, save_warm_list
 from tests.tiny_engines import FREE_BYTES, LeakyOps, SlowBackend, SlowOps, Tiny, prompts, tiny_engine
@@ -319,6 +320,20 @@ def test_start_fails_when_the_slot_table_moved_before_the_warm_up() -> None:
     tiny = tiny_engine()
     tiny.engine.runner.slots.to("meta")
     with pytest.raises(GateError, match="the slot table moved"):
+        tiny.ready()
+
+
+@pytest.mark.parametrize(
+    ("origin", "rows", "message"),
+    [("background", (0, 1), r"froze rows \(0, 1\)"), ("cold", (), "1 graphs were recorded after ready")],
+)
+def test_start_fails_when_the_set_holds_a_graph_that_is_not_warm(
+    origin: Origin, rows: tuple[int, ...], message: str
+) -> None:
+    tiny = tiny_engine(warm_rows=1)
+    graphs: Any = tiny.engine.runner.graphs
+    graphs.capture(GraphKey("decode", 2, 16), lambda: None, origin=origin, rows=rows, clock=lambda: 0.0)
+    with pytest.raises(GateError, match=message):
         tiny.ready()
 
 

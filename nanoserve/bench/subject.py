@@ -8,7 +8,7 @@ import argparse
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -50,6 +50,9 @@ class SleepingBackend:
     def record(self, program: Callable[[], T]) -> Callable[[], T]:
         time.sleep(self._seconds)
         return self._backend.record(program)
+
+    def run(self, replays: Sequence[Callable[[], T]]) -> list[T]:
+        return self._backend.run(replays)
 
     def arena_bytes(self) -> int | None:
         return self._backend.arena_bytes()

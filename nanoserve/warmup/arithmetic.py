@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nanoserve.buckets import DecodeShape, ShapeSet
+from nanoserve.buckets import PagedShapes, Shape, ShapeSet, cells
 
 FP32_BYTES = 4
 
 
-def score_bytes(shape: DecodeShape, *, num_heads: int, itemsize: int = FP32_BYTES) -> int:
+def score_bytes(shape: Shape, *, num_heads: int, itemsize: int = FP32_BYTES) -> int:
     """Bytes of one layer's attention scores, the largest thing a rectangle graph allocates: rows * heads * width."""
-    return shape.rows * num_heads * shape.width * itemsize
+    return shape.rows * num_heads * (shape.width or 0) * itemsize
 
 
 def lazy_captures(*, steps: int, start_width: int, width_multiple: int) -> int:
@@ -46,15 +46,15 @@ def width_ceiling(*, rows: int, num_heads: int, budget_bytes: int, itemsize: int
     return budget_bytes // (rows * num_heads * itemsize)
 
 
-def pool_sharing_ratio(shapes: Iterable[DecodeShape], *, num_heads: int) -> float:
+def pool_sharing_ratio(shapes: Iterable[Shape], *, num_heads: int) -> float:
     """Bytes of an arena for each shape over bytes of one shared by all; 1.0 for a single shape, 0.0 for none."""
     sizes = [score_bytes(shape, num_heads=num_heads) for shape in shapes]
     return sum(sizes) / max(sizes) if sizes else 0.0
 
 
 def warm_shapes(
-    shapes: ShapeSet, *, max_rows: int | None = None, max_width: int | None = None
-) -> tuple[DecodeShape, ...]:
+    shapes: ShapeSet | PagedShapes, *, max_rows: int | None = None, max_width: int | None = None
+) -> tuple[Shape, ...]:
     """The bucket set as a capture list, trimmed on either axis, biggest first.
 
     Biggest first, because a shared arena is sized by its largest member: so it is allocated once, at its final size.
@@ -62,13 +62,13 @@ def warm_shapes(
     kept = [
         shape
         for shape in shapes.shapes()
-        if (max_rows is None or shape.rows <= max_rows) and (max_width is None or shape.width <= max_width)
+        if (max_rows is None or shape.rows <= max_rows) and (max_width is None or (shape.width or 0) <= max_width)
     ]
     return biggest_first(kept)
 
 
-def biggest_first(shapes: Iterable[DecodeShape]) -> tuple[DecodeShape, ...]:
-    return tuple(sorted(shapes, key=lambda shape: (shape.rows * shape.width, shape.rows), reverse=True))
+def biggest_first(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
+    return tuple(sorted(shapes, key=lambda shape: (cells(shape), shape.rows), reverse=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +79,15 @@ class CostModel:
     cell_seconds: float
 
     @classmethod
-    def fit(cls, small: tuple[DecodeShape, float], large: tuple[DecodeShape, float]) -> CostModel:
+    def fit(cls, small: tuple[Shape, float], large: tuple[Shape, float]) -> CostModel:
         """The line through two timed shapes; never a negative slope or base, since a bigger shape is not cheaper."""
         (first, first_seconds), (second, second_seconds) = small, large
-        cells = first.rows * first.width, second.rows * second.width
-        slope = max(0.0, (second_seconds - first_seconds) / (cells[1] - cells[0])) if cells[0] != cells[1] else 0.0
-        return cls(max(0.0, first_seconds - slope * cells[0]), slope)
+        step = cells(second) - cells(first)
+        slope = max(0.0, (second_seconds - first_seconds) / step) if step else 0.0
+        return cls(max(0.0, first_seconds - slope * cells(first)), slope)
 
-    def seconds(self, shape: DecodeShape) -> float:
-        return self.base_seconds + self.cell_seconds * shape.rows * shape.width
+    def seconds(self, shape: Shape) -> float:
+        return self.base_seconds + self.cell_seconds * cells(shape)
 
-    def total_seconds(self, shapes: Iterable[DecodeShape]) -> float:
+    def total_seconds(self, shapes: Iterable[Shape]) -> float:
         return sum(self.seconds(shape) for shape in shapes)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoserve.buckets import DecodePlan, DecodeShape
+from nanoserve.buckets import DecodePlan, Shape, key_of
 from nanoserve.errors import GateError
 from nanoserve.gates import check_table_stable
-from nanoserve.graphs import GraphKey, GraphSet
+from nanoserve.graphs import GraphSet
 
 __all__ = [
     "check_all_warm",
@@ -64,9 +64,9 @@ def check_no_cold_captures(graphs: GraphSet[Any]) -> None:
         raise GateError(f"{len(cold)} graphs were recorded after ready, the first for {cold[0]}; the limit is 0")
 
 
-def check_all_warm(graphs: GraphSet[Any], shapes: Iterable[DecodeShape]) -> None:
+def check_all_warm(graphs: GraphSet[Any], shapes: Iterable[Shape]) -> None:
     """Every shape of a list has its graph."""
-    missing = [shape for shape in shapes if GraphKey("decode", *shape) not in graphs]
+    missing = [shape for shape in shapes if key_of(shape) not in graphs]
     if missing:
         raise GateError(f"{len(missing)} shapes have no graph, the first being {missing[0]}; the limit is 0")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
-from nanoserve.buckets import DecodeShape, pad_plan
+from nanoserve.buckets import DecodeShape, Shape, cells, pad_plan
 from nanoserve.cache import BatchedCacheRows, BatchedPagedKVCache
 from nanoserve.gates import BoundPlan
 from nanoserve.graphs import Origin
@@ -31,10 +31,10 @@ Progress = Callable[[int, int, float | None], None]
 class Recorder(Protocol):
     """What the warm-up drives: the runner."""
 
-    def capture(self, shape: DecodeShape, origin: Origin) -> Any:
+    def capture(self, shape: Any, origin: Origin) -> Any:
         """Record the graph of a shape on its warm plan."""
 
-    def time_recording(self, shape: DecodeShape) -> float:
+    def time_recording(self, shape: Any) -> float:
         """Seconds one recording of a shape takes; the recording is thrown away."""
 
 
@@ -47,7 +47,7 @@ class WarmupReport:
     predicted_seconds: float
     predicted_bytes: int
     arena_bytes: int | None
-    seconds_by_shape: tuple[tuple[DecodeShape, float], ...] = field(default=(), repr=False)
+    seconds_by_shape: tuple[tuple[Shape, float], ...] = field(default=(), repr=False)
 
     @property
     def prediction_error(self) -> float | None:
@@ -79,7 +79,7 @@ def warmup_batch(bound: BoundPlan, cache: BatchedPagedKVCache) -> BatchedCacheRo
     return BatchedCacheRows(cache, bound.step, bound.slot_mapping)
 
 
-def price(recorder: Recorder, shapes: Sequence[DecodeShape], *, probe_seconds: float = PROBE_SECONDS) -> CostModel:
+def price(recorder: Recorder, shapes: Sequence[Shape], *, probe_seconds: float = PROBE_SECONDS) -> CostModel:
     """Fit the cost model to the recording times of two shapes: the smallest, and the biggest that is quick to try.
 
     That one is found by trying ever bigger ones, since the smallest alone does not tell whether size or overhead made
@@ -87,7 +87,7 @@ def price(recorder: Recorder, shapes: Sequence[DecodeShape], *, probe_seconds: f
     timed twice and the shorter time counts: what disturbs a recording, such as the K/V pool's allocation in the very
     first one, only makes it slower.
     """
-    by_size = sorted(shapes, key=lambda shape: shape.rows * shape.width)
+    by_size = sorted(shapes, key=cells)
     if not by_size:
         return CostModel(0.0, 0.0)
     small = by_size[0]
@@ -97,7 +97,7 @@ def price(recorder: Recorder, shapes: Sequence[DecodeShape], *, probe_seconds: f
         slow = large_seconds > probe_seconds
         if slow and large != small:
             break
-        if slow or shape.rows * shape.width >= PROBE_STEP * large.rows * large.width or shape == by_size[-1]:
+        if slow or cells(shape) >= PROBE_STEP * cells(large) or shape == by_size[-1]:
             large, large_seconds = shape, recorder.time_recording(shape)
     if large == small:
         return CostModel(small_seconds, 0.0)
@@ -108,7 +108,7 @@ def price(recorder: Recorder, shapes: Sequence[DecodeShape], *, probe_seconds: f
 
 def warm_decode(
     recorder: Recorder,
-    shapes: Sequence[DecodeShape],
+    shapes: Sequence[Shape],
     *,
     cost: CostModel,
     predicted_bytes: int = 0,
@@ -118,7 +118,7 @@ def warm_decode(
 ) -> WarmupReport:
     """Record each shape in the order given."""
     started = clock()
-    taken: list[tuple[DecodeShape, float]] = []
+    taken: list[tuple[Shape, float]] = []
     for done, shape in enumerate(shapes):
         if progress is not None:
             progress(done, len(shapes), _eta(cost, shapes, done, clock() - started))
@@ -137,7 +137,7 @@ def warm_decode(
     )
 
 
-def _eta(cost: CostModel, shapes: Sequence[DecodeShape], done: int, elapsed: float) -> float:
+def _eta(cost: CostModel, shapes: Sequence[Shape], done: int, elapsed: float) -> float:
     """Predicted seconds of what is left, scaled by how the prediction has held so far."""
     spent, left = cost.total_seconds(shapes[:done]), cost.total_seconds(shapes[done:])
     return left * (elapsed / spent) if spent > 0 else left

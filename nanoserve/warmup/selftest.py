@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nanoserve.buckets import DecodeShape, ShapeSet
+from nanoserve.buckets import PagedShapes, Shape, ShapeSet
 from nanoserve.cache import BatchedPagedKVCache
 from nanoserve.errors import GateError
 from nanoserve.warmup.gates import check_warm_touches_nothing
@@ -47,12 +47,13 @@ class SelfTestReport:
 class Prober(Protocol):
     """What the self-test drives: the runner, with a sequence of the test's own."""
 
-    cache: BatchedPagedKVCache
+    @property
+    def cache(self) -> BatchedPagedKVCache: ...
 
     def probe_prefill(self, token_ids: list[int], slots: list[int]) -> None:
         """Compute a prompt into table row 0."""
 
-    def probe_decode(self, shape: DecodeShape, slots: list[int]) -> Tensor:
+    def probe_decode(self, shape: Any, slots: list[int]) -> Tensor:
         """Logits `[vocab]` of table row 0's next token in a batch padded to `shape`. `slots` are all the row's slots,
         the last one that of the token which goes in."""
 
@@ -62,8 +63,8 @@ class Prober(Protocol):
 
 def padding_self_test(
     prober: Prober,
-    shapes: ShapeSet,
-    covered: Callable[[DecodeShape], bool],
+    shapes: ShapeSet | PagedShapes,
+    covered: Callable[[Shape], bool],
     *,
     slots: list[int],
     vocab_size: int,
@@ -75,15 +76,14 @@ def padding_self_test(
     `slots` are PROMPT_TOKENS + 1 free slots of the pool; what they hold afterwards belongs to nobody.
     """
     started = clock()
-    width = shapes.width_ladder[0]
-    buckets = [DecodeShape(rows, width) for rows in shapes.row_ladder if covered(DecodeShape(rows, width))]
+    buckets: list[Shape] = [shape for shape in shapes.padding_shapes() if covered(shape)]
 
     def verdict(name: str, rows: tuple[int, ...], worst: float | None, reason: str | None = None) -> SelfTestReport:
         return SelfTestReport(name, rows, worst, clock() - started, reason)
 
     if seconds <= 0:
         return verdict("skipped", (), 0.0, "no time was given")
-    if len(buckets) < 2 or buckets[0].rows != 1 or width <= PROMPT_TOKENS:
+    if len(buckets) < 2 or buckets[0].rows != 1 or (buckets[0].width or PROMPT_TOKENS + 1) <= PROMPT_TOKENS:
         return verdict("skipped", (), 0.0, "there is no warm row bucket to compare a row alone with")
     compared: list[int] = []
     worst: float | None = 0.0
@@ -110,7 +110,7 @@ def padding_self_test(
     return verdict("passed", tuple(compared), worst)
 
 
-def _probe_untouched(prober: Prober, shape: DecodeShape, slots: list[int]) -> Tensor:
+def _probe_untouched(prober: Prober, shape: Shape, slots: list[int]) -> Tensor:
     """The row's logits in a batch of `shape`. Raises GateError if the batch changed K/V that is not the row's."""
     cache, slot = prober.cache, slots[-1]
     layers = sorted({0, cache.num_layers - 1})

@@ -65,12 +65,12 @@ def test_scheduled_view_over_no_rows_is_refused_and_a_warm_batch_is_not() -> Non
     with pytest.raises(ValueError, match="a cache view over no chunks"):
         kv.view_chunks((), bound.step)
     rows = warmup_batch(bound, kv)
-    k = torch.ones(SHAPE.rows, 2, 8)
-    kv.write(0, bound.step.write_slots, k, k)
+    nan = torch.full((SHAPE.rows, 2, 8), float("nan"))
+    kv.write(0, bound.step.write_slots, nan, nan)
     out = rows.paged_attention(0, torch.ones(SHAPE.rows, 4, 8), scale=1.0, window=None)
     assert torch.equal(out, torch.zeros(SHAPE.rows, 32))
     keys, _ = kv.snapshot(0)
-    assert torch.equal(keys[SINK], torch.ones(2, 8))
+    assert keys[SINK].isnan().all()
     keys[SINK] = 0
     assert not keys.any()
 
@@ -81,6 +81,12 @@ def test_slot_window_over_no_rows_is_legal_only_when_something_is_padded() -> No
     for pads in (0, -1):
         with pytest.raises(ValueError, match="over no rows and no pad rows"):
             on.slots.read((), pad_rows=pads, width=16)
+
+
+def test_warm_plan_is_refused_when_its_shape_has_no_rows() -> None:
+    on = bench()
+    with pytest.raises(ValueError, match="over no rows and no pad rows"):
+        warmup_plan(DecodeShape(0, 16), on.slots, on.inputs)
 
 
 def test_warm_batch_is_refused_when_the_plan_names_a_row() -> None:
