@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from nanoserve.backends import CudaBackend, EagerBackend
 from nanoserve.blocks import BlockPool
 from nanoserve.boot import Booted, BootProgress, Report
-from nanoserve.buckets import ShapeSet
+from nanoserve.buckets import PagedShapes, ShapeSet
 from nanoserve.cache import BatchedPagedKVCache
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Engine
@@ -28,13 +29,16 @@ from nanoserve.kernels.reference import ReferenceOps
 from nanoserve.memory import KVPoolPlan, plan_kv_pool
 from nanoserve.metrics import Metrics
 from nanoserve.models.config import ModelConfig
+from nanoserve.models.decoder import Decoder
 from nanoserve.models.load import LoadedModel, load_model
+from nanoserve.paged_runner import PagedRunner
 from nanoserve.probe import cores, free_host_bytes
 from nanoserve.readiness import ModelFacts, describe_shapes, make_ready, price_plan
 from nanoserve.runner import DecodeOutput, Runner
 from nanoserve.scheduler import Scheduler
 from nanoserve.slots import SlotTable
 from nanoserve.source import resolve
+from nanoserve.step import StepRunner
 from nanoserve.tokens import load_tokenizer
 
 log = logging.getLogger("nanoserve")
@@ -161,8 +165,8 @@ def check_config(config: EngineConfig) -> None:
             "recording decode graphs needs a closed set of shapes and buffers that keep their address; "
             "add --no-capture-decode, or drop --no-bucket-decode and --no-persist-inputs"
         )
-    if config.attention_read != "rectangle":
-        raise ConfigError(f"--attention-read {config.attention_read} has no kernel here; use rectangle")
+    if config.attention_read == "paged" and not config.capture_decode:
+        raise ConfigError("--attention-read paged replays every step; drop --no-capture-decode, or read the rectangle")
 
 
 def pick_device(name: str) -> torch.device:
@@ -224,9 +228,6 @@ def assemble(
     """Wire the parts of one engine; allocates the step buffers and the slot table, the K/V pool at its first write."""
     model, ops = loaded.config, ops or ReferenceOps()
     pool = BlockPool(pool_plan.num_blocks, config.block_size)
-    shapes = ShapeSet.build(
-        max_rows=config.max_sequences, max_width=pool_plan.max_model_len, width_multiple=config.width_multiple
-    )
     last_tokens = new_last_tokens(config.max_sequences, device)
     cache = BatchedPagedKVCache(
         ops,
@@ -241,11 +242,29 @@ def assemble(
     graphs: GraphSet[DecodeOutput] | None = None
     if config.capture_decode:
         graphs = GraphSet(backend or pick_backend(config, device), read=config.attention_read)
-    runner = Runner(
-        loaded.decoder,
+    scheduler = Scheduler(pool, max_sequences=config.max_sequences, prefill_tokens=config.prefill_tokens)
+    make = _paged_runner if config.attention_read == "paged" else _rectangle_runner
+    runner = make(config, loaded.decoder, ops, cache, pool_plan, last_tokens, graphs)
+    return Engine(scheduler, pool, runner, metrics, paranoid=config.paranoid)
+
+
+def _rectangle_runner(
+    config: EngineConfig,
+    decoder: Decoder,
+    ops: ReferenceOps,
+    cache: BatchedPagedKVCache,
+    pool_plan: KVPoolPlan,
+    last_tokens: Tensor,
+    graphs: GraphSet[DecodeOutput] | None,
+) -> StepRunner:
+    shapes = ShapeSet.build(
+        max_rows=config.max_sequences, max_width=pool_plan.max_model_len, width_multiple=config.width_multiple
+    )
+    return Runner(
+        decoder,
         ops,
         cache,
-        SlotTable(config.max_sequences, shapes.width_ladder[-1], pool.sink_slot, device),
+        SlotTable(config.max_sequences, shapes.width_ladder[-1], cache.sink_slot, last_tokens.device),
         last_tokens,
         inputs=StepInputs(config.max_sequences, last_tokens) if config.persist_inputs else None,
         shapes=shapes if config.bucket_decode else None,
@@ -253,8 +272,32 @@ def assemble(
         strict=config.strict_shapes,
         paranoid=config.paranoid,
     )
-    scheduler = Scheduler(pool, max_sequences=config.max_sequences, prefill_tokens=config.prefill_tokens)
-    return Engine(scheduler, pool, runner, metrics, paranoid=config.paranoid)
+
+
+def _paged_runner(
+    config: EngineConfig,
+    decoder: Decoder,
+    ops: ReferenceOps,
+    cache: BatchedPagedKVCache,
+    pool_plan: KVPoolPlan,
+    last_tokens: Tensor,
+    graphs: GraphSet[DecodeOutput] | None,
+) -> StepRunner:
+    assert graphs is not None, "the paged read replays every step"  # check_config
+    max_step_rows = config.max_sequences + config.prefill_tokens
+    hidden = last_tokens.new_zeros((max_step_rows, decoder.config.hidden_size), dtype=cache.dtype)
+    return PagedRunner(
+        decoder,
+        ops,
+        cache,
+        SlotTable(config.max_sequences, pool_plan.max_model_len, cache.sink_slot, last_tokens.device),
+        StepInputs(max_step_rows, last_tokens),
+        hidden,
+        shapes=PagedShapes.build(max_step_rows=max_step_rows, max_logit_rows=config.max_sequences),
+        graphs=graphs,
+        strict=config.strict_shapes,
+        paranoid=config.paranoid,
+    )
 
 
 def _loading(done: int, total: int, elapsed: float) -> BootProgress:

@@ -92,10 +92,10 @@ class Readiness:
         """Save the shapes that were replayed, where the operator asked for it."""
         if self.warm_list is None or self.engine.runner.graphs is None:
             return
-        replays = {
-            DecodeShape(entry.key.rows, entry.key.width): entry.replays
+        replays: dict[Shape, int] = {
+            entry.key if entry.key.width is None else DecodeShape(entry.key.rows, entry.key.width): entry.replays
             for entry in self.engine.runner.graphs.entries()
-            if entry.key.width is not None and entry.replays
+            if entry.replays
         }
         if not replays:
             return  # nothing was served: what an earlier process learnt is worth more
@@ -109,7 +109,7 @@ def price_plan(
     engine: Engine, config: EngineConfig, facts: ModelFacts, free_bytes: int
 ) -> tuple[WarmupPlan, CostModel]:
     """Time two recordings, fit, and plan. Raises ConfigError for a warm list file that is none, OutOfMemory."""
-    served: Mapping[DecodeShape, int] = load_warm_list(Path(config.warm_list)) if config.warm_list else {}
+    served: Mapping[Shape, int] = load_warm_list(Path(config.warm_list)) if config.warm_list else {}
 
     def plan(cost: CostModel, seconds: float | None) -> WarmupPlan:
         return plan_warmup(

@@ -63,8 +63,23 @@ def crowd() -> list[Ask]:
         {"max_sequences": 3},
         {"blocks": 9},
         {"blocks": 9, "prefill_tokens": 5, "max_sequences": 5},
+        {"attention_read": "paged"},
+        {"attention_read": "paged", "prefill_tokens": 7},
+        {"attention_read": "paged", "blocks": 9, "prefill_tokens": 5, "max_sequences": 5},
     ],
-    ids=["recorded", "eager", "unpadded", "chunks of 1", "chunks of 7", "3 rows", "tiny pool", "tiny everything"],
+    ids=[
+        "recorded",
+        "eager",
+        "unpadded",
+        "chunks of 1",
+        "chunks of 7",
+        "3 rows",
+        "tiny pool",
+        "tiny everything",
+        "paged",
+        "paged in chunks of 7",
+        "paged and tiny",
+    ],
 )
 def test_answers_equal_solo_runs_when_many_are_served(folder: Path, eager: TinyEngine, fields: dict[str, Any]) -> None:
     engine = TinyEngine(folder, **fields)
@@ -82,6 +97,7 @@ def test_sliding_window_model_answers_alike_when_batched_and_alone(tmp_path: Pat
     pool = {"kv_memory_bytes": 33 * 16 * bytes_per_token}
     solo = TinyEngine(folder, **BARE, **pool).alone(asks)
     assert tokens_of(TinyEngine(folder, **pool).answers(asks)) == tokens_of(solo)
+    assert tokens_of(TinyEngine(folder, **pool, attention_read="paged").answers(asks)) == tokens_of(solo)
 
 
 def test_recorded_steps_equal_eager_ones_to_the_bit_when_padding_is_the_same(folder: Path) -> None:

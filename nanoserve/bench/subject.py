@@ -8,7 +8,7 @@ import argparse
 import math
 import platform
 import time
-from collections.abc import Callable, Sequence, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 

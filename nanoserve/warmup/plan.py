@@ -60,8 +60,8 @@ def plan_warmup(
     """Trim the closed set to the ceilings and to the budget of seconds, and put it in order.
 
     The width ceiling, where shapes have a width, is the smaller of `max_width` (what the deployment sells) and what
-    `budget_bytes` holds at the row ceiling. Under a seconds budget the shapes with the most expected hits a second are kept. `served` counts what an
-    earlier process replayed: those shapes come first, whatever they cost.
+    `budget_bytes` holds at the row ceiling. Under a seconds budget the shapes with the most expected hits a second are
+    kept. `served` counts what an earlier process replayed: those shapes come first, whatever they cost.
     """
     served = served or {}
     row_ceiling = min(shapes.row_ladder[-1] if max_rows is None else max_rows, shapes.row_ladder[-1])
