@@ -210,7 +210,7 @@ def test_dry_run_says_the_pool_only_when_nothing_is_recorded(folder: Path) -> No
         ({"max_model_len": 1}, "--max-model-len is 1; a prompt and an answer need at least 2 tokens"),
         ({"bucket_decode": False}, "add --no-capture-decode"),
         ({"persist_inputs": False}, "add --no-capture-decode"),
-        ({"attention_read": "paged"}, "--attention-read paged has no kernel here; use rectangle"),
+        ({"attention_read": "paged", "capture_decode": False}, "--attention-read paged replays every step"),
     ],
 )
 def test_config_is_refused_with_the_flag_and_the_remedy(fields: dict[str, Any], message: str) -> None:

@@ -299,3 +299,14 @@ def test_logprobs_are_the_models_own_when_temperature_and_bias_move_the_choice(f
     assert plain.top[0][0] == (plain.tokens[0], plain.logprobs[0])
     assert biased.logprobs[0] < plain.logprobs[0] < 0
     assert [value for _, value in plain.top[0]] == sorted((value for _, value in plain.top[0]), reverse=True)
+
+
+def test_every_step_replays_a_warm_graph_when_the_read_is_paged(folder: Path) -> None:
+    engine = TinyEngine(folder, attention_read="paged", prefill_tokens=12)
+    engine.answers(crowd())
+    graphs = engine.metrics.snapshot()["graphs"]
+    assert graphs["hit_rate"] == 1.0
+    assert graphs["cold_captures"] == graphs["eager_steps"] == graphs["prefill_eager_steps"] == 0
+    assert graphs["captured"] == graphs["warmed"] == len(engine.engine.runner.shapes.shapes())
+    assert engine.metrics.counters.misses == 0
+    assert engine.booted.warmup()["self_test"]["verdict"] == "passed"

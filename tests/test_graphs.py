@@ -112,7 +112,7 @@ def test_replay_is_refused_and_not_run_when_the_graph_froze_other_rows(graphs: G
 
 def test_rehearsal_runs_the_graph_and_counts_nothing(graphs: GraphSet[int]) -> None:
     capture(graphs, Program())
-    assert graphs.rehearse(KEY) == 2
+    assert graphs.rehearse(KEY) == [2]
     assert graphs.stats()["replays"] == 0
     assert graphs.shapes()[0]["real_rows"] == graphs.shapes()[0]["pad_rows"] == 0
 
