@@ -302,7 +302,7 @@ def test_logprobs_are_the_models_own_when_temperature_and_bias_move_the_choice(f
 
 
 def test_every_step_replays_a_warm_graph_when_the_read_is_paged(folder: Path) -> None:
-    engine = TinyEngine(folder, attention_read="paged", prefill_tokens=12)
+    engine = TinyEngine(folder, attention_read="paged", prefill_tokens=12, warmup_seconds=None)
     engine.answers(crowd())
     graphs = engine.metrics.snapshot()["graphs"]
     assert graphs["hit_rate"] == 1.0
