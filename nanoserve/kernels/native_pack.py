@@ -84,16 +84,15 @@ def unpack(matrix: PackedMatrix) -> Tensor:
     bits4 = matrix.kind in (Kind.Q4Z, Kind.Q4M, Kind.Q4MF)
     groups, tiles = matrix.cols // GROUP, matrix.data.shape[0]
     words = 4 if bits4 else 8
-    data = matrix.data.numpy()
-    split = groups * words * 64
-    quants = data[:, :split].reshape(tiles, groups, words, LANES, 4).transpose(0, 3, 1, 2, 4)
-    values = np.concatenate([quants & 15, quants >> 4], axis=3) if bits4 else quants
-    values = values.reshape(tiles * LANES, groups, GROUP).astype(np.float32)
     wide = matrix.kind in (Kind.Q4MF, Kind.Q8MF, Kind.Q8G)
     pair = 1 if matrix.kind in (Kind.Q4Z, Kind.Q8Z) else 2
-    width = groups * pair * LANES * (4 if wide else 2)
-    scales = np.ascontiguousarray(data[:, split : split + width]).view(np.float32 if wide else np.float16)
-    scales = scales.reshape(tiles, groups, pair, LANES).transpose(0, 3, 1, 2).reshape(-1, groups, pair).astype(np.float32)
+    data = matrix.data.numpy().reshape(tiles, (groups + 1) // 2, -1)
+    quants = data[..., : words * 128].reshape(tiles, -1, words, LANES, 4)[:, :groups].transpose(0, 3, 1, 2, 4)
+    values = np.concatenate([quants & 15, quants >> 4], axis=3) if bits4 else quants
+    values = values.reshape(tiles * LANES, groups, GROUP).astype(np.float32)
+    scales = np.ascontiguousarray(data[..., words * 128 :]).view(np.float32 if wide else np.float16)
+    scales = scales.reshape(tiles, -1, pair, LANES)[:, :groups].transpose(0, 3, 1, 2).reshape(-1, groups, pair)
+    scales = scales.astype(np.float32)
     if matrix.kind is Kind.Q8G:
         out = (values - 128).reshape(-1, groups, 2, 16) * scales[..., None]
     elif pair == 2:
@@ -115,32 +114,31 @@ def _unpack_dense(matrix: PackedMatrix) -> Tensor:
 
 
 def _tiles(groups: Groups) -> Tensor:
-    """`[tiles, bytes]` uint8: word j of a group of 16 rows becomes one 64-byte vector, scales follow all quants."""
+    """`[tiles, bytes]` uint8: word j of 16 rows becomes one 64-byte vector; the scales of two groups follow their quants."""
     rows, count, words = groups.quants.shape
-    tiles = -(-rows // LANES)
-    quant_bytes = count * words * 64
-    size = quant_bytes + sum(scale.itemsize for scale in groups.scales) * count * LANES
-    # Not torch.zeros: its threads cost more than the packing. What no copy below reaches is cleared by hand.
-    out = torch.empty((tiles, -(-size // 64) * 64), dtype=torch.uint8)
+    tiles, pairs, planes = -(-rows // LANES), (count + 1) // 2, len(groups.scales)
+    itemsize = groups.scales[0].itemsize
+    out = torch.empty((tiles, pairs, 2 * (words * 64 + planes * LANES * itemsize)), dtype=torch.uint8)
     view = out.numpy()
-    view[:, size:] = 0
+    # What no copy below reaches is cleared by hand: torch.zeros would cost more than the packing.
     view[rows // LANES :] = 0
-    quants = view[:, :quant_bytes].view(np.uint32)
+    view[:, count // 2 :] = 0
+    quants = view[..., : words * 128].view(np.uint32).reshape(tiles, pairs, 2, words, LANES)
+    scales = view[..., words * 128 :].view(groups.scales[0].dtype).reshape(tiles, pairs, 2, planes, LANES)
     whole = rows // LANES
-    each = len(groups.scales) * count * LANES
-    scale_type = groups.scales[0].dtype
-    scales = view[:, quant_bytes : quant_bytes + each * scale_type.itemsize].view(scale_type)
-    for start, tile_rows, part in ((0, LANES, slice(0, whole)), (whole * LANES, rows % LANES, slice(whole, tiles))):
-        n = (part.stop - part.start) if tile_rows else 0
-        if not n:
+    for start, height, part in ((0, LANES, slice(0, whole)), (whole * LANES, rows % LANES, slice(whole, tiles))):
+        n = part.stop - part.start
+        if not n or not height:
             continue
-        stop = start + n * tile_rows
-        source = groups.quants[start:stop].reshape(n, tile_rows, count, words)
-        quants[part].reshape(n, count, words, LANES)[..., :tile_rows] = source.transpose(0, 2, 3, 1)
-        target = scales[part].reshape(n, count, len(groups.scales), LANES)
-        for index, scale in enumerate(groups.scales):
-            target[:, :, index, :tile_rows] = scale[start:stop].reshape(n, tile_rows, count).transpose(0, 2, 1)
-    return out
+        stop = start + n * height
+        for odd in (0, 1):
+            used = len(range(odd, count, 2))
+            source = groups.quants[start:stop, odd::2].reshape(n, height, used, words)
+            quants[part, :used, odd, :, :height] = source.transpose(0, 2, 3, 1)
+            for index, scale in enumerate(groups.scales):
+                plane = scale[start:stop, odd::2].reshape(n, height, used)
+                scales[part, :used, odd, index, :height] = plane.transpose(0, 2, 1)
+    return out.view(tiles, -1)
 
 
 def _q4_0(blocks: Bytes) -> Groups:

@@ -6,6 +6,8 @@
 #include "quantise.h"
 #include "weights.h"
 
+enum { NS_PREFETCH = 2560 }; /* bytes ahead: what a core has under way at the memory's bandwidth and latency */
+
 typedef struct {
     const ns_linear_rec *r;
     int64_t tile_bytes;
@@ -68,19 +70,18 @@ NS_INLINE vf ns_lane_dot(vf acc, const vw w[8], vf d, vf m, const ns_qgroup *x, 
 NS_INLINE void ns_quant_tile(const ns_linear_plan *plan, const uint8_t *tile, const ns_qgroup *x, int lane, float *out,
                              const int count, const int kind)
 {
-    const uint8_t *quants = tile, *scales = tile + (int64_t)plan->groups * ns_quant_bytes(kind);
     vf acc[NS_TILE_ROWS];
     for (int i = 0; i < count; i++) acc[i] = vf_set1(0.0f);
     for (int32_t g = 0; g < plan->groups; g++) {
+        const uint8_t *quants = tile + ns_quants_at(kind, g), *scales = tile + ns_scales_at(kind, g);
         vw w[8];
         ns_unpack(quants, kind, w);
-        for (int line = 0; line < ns_quant_bytes(kind); line += 64) ns_prefetch(quants + 2048 + line);
+        for (int line = 0; line < ns_quant_bytes(kind) + ns_scale_bytes(kind); line += 64)
+            ns_prefetch(quants + NS_PREFETCH + line);
         vf d = ns_scales(scales, kind, 0), m = d;
         if (ns_has_min(kind) || kind == NS_Q8G) m = ns_scales(scales, kind, 1);
 #pragma GCC unroll 16
         for (int i = 0; i < count; i++) acc[i] = ns_lane_dot(acc[i], w, d, m, x + g, lane + i, kind);
-        quants += ns_quant_bytes(kind);
-        scales += ns_scale_bytes(kind);
     }
     for (int i = 0; i < count; i++) vf_store(out + 16 * i, acc[i]);
 }

@@ -34,8 +34,9 @@ typedef enum {
     NS_OP_COUNT,
 } ns_op;
 
-/* How a weight matrix is packed. Tiles of 16 output rows; within a tile all quants, then all scales, tile stride a
- * multiple of 64 bytes. Quants of one group of 32 inputs, as 64-byte vectors of 16 lanes x 4 consecutive inputs:
+/* How a weight matrix is packed. Tiles of 16 output rows; within a tile pairs of groups of 32 inputs: the quants of both,
+ * then the scales of both, so that one stream of whole cache lines brings everything in the order of its use. An odd
+ * last group is half of a pair. Quants of a group are 64-byte vectors of 16 lanes x 4 consecutive inputs:
  *   4 bits: vector v holds inputs 4v..4v+3 in its low nibbles and 16+4v..16+4v+3 in its high ones;
  *   8 bits: vector v holds inputs 4v..4v+3.
  * Scales of one group: 16 scales, then 16 minima where the kind has them.

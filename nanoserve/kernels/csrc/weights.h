@@ -20,8 +20,18 @@ NS_INLINE int64_t ns_tile_bytes(int kind, int32_t cols)
 {
     if (kind == NS_F32) return (int64_t)cols * NS_LANES * 4;
     if (ns_is_dense(kind)) return (int64_t)(cols + (kind == NS_BF16 ? cols % 2 : 0)) * NS_LANES * 2;
-    int64_t groups = cols / NS_GROUP;
-    return (groups * (ns_quant_bytes(kind) + ns_scale_bytes(kind)) + 63) / 64 * 64;
+    return (int64_t)((cols / NS_GROUP + 1) / 2) * 2 * (ns_quant_bytes(kind) + ns_scale_bytes(kind));
+}
+
+/* Where the quants, or the scales, of group `g` lie in a tile. */
+NS_INLINE int64_t ns_quants_at(int kind, int32_t g)
+{
+    return (int64_t)g * ns_quant_bytes(kind) + (int64_t)(g / 2) * 2 * ns_scale_bytes(kind);
+}
+
+NS_INLINE int64_t ns_scales_at(int kind, int32_t g)
+{
+    return (int64_t)g * ns_scale_bytes(kind) + (int64_t)(g / 2 + 1) * 2 * ns_quant_bytes(kind);
 }
 
 /* The first (which = 0) or second 16 scales of a group. */
@@ -56,10 +66,10 @@ NS_INLINE void ns_weight_row(const ns_matrix *table, int64_t row, float *out)
         return;
     }
     const int32_t groups = table->cols / NS_GROUP;
-    const uint8_t *quants = (const uint8_t *)table->data + row / NS_LANES * ns_tile_bytes(kind, table->cols);
-    const uint8_t *scales = quants + (int64_t)groups * ns_quant_bytes(kind);
+    const uint8_t *tile = (const uint8_t *)table->data + row / NS_LANES * ns_tile_bytes(kind, table->cols);
     const float zero = ns_has_min(kind) ? 0.0f : kind == NS_Q4Z ? 8.0f : 128.0f;
-    for (int32_t g = 0; g < groups; g++, quants += ns_quant_bytes(kind), scales += ns_scale_bytes(kind)) {
+    for (int32_t g = 0; g < groups; g++) {
+        const uint8_t *quants = tile + ns_quants_at(kind, g), *scales = tile + ns_scales_at(kind, g);
         float first[16], second[16] = {0};
         vf_store(first, ns_scales(scales, kind, 0));
         if (ns_has_min(kind) || kind == NS_Q8G) vf_store(second, ns_scales(scales, kind, 1));
