@@ -21,16 +21,30 @@ typedef struct {
     int32_t *lo, *hi; /* the keys of the split a query sees */
 } ns_queries;
 
-/* Scores of `nq` queries against `nb` blocks from `b` on. */
-NS_INLINE void ns_score_tile(const ns_queries *s, const uint16_t *const *keys, int32_t first, int b, const int nq,
+enum { NS_SPLIT_BLOCKS = NS_SPLIT / NS_BLOCK, NS_AHEAD = 4 };
+
+/* A split's blocks, and the first few after them, which are only fetched ahead. */
+typedef struct {
+    const uint16_t *keys[NS_SPLIT_BLOCKS + NS_AHEAD];
+    const uint16_t *values[NS_SPLIT_BLOCKS];
+} ns_blocks;
+
+/* Scores of `nq` queries against `nb` blocks from `b` on. The first queries fetch what comes next: the values of these
+ * blocks, which are as large as the keys, and the keys of the blocks ahead. */
+NS_INLINE void ns_score_tile(const ns_queries *s, const ns_blocks *blocks, int32_t first, int b, const int nq,
                              const int nb)
 {
+    const uint16_t *const *keys = blocks->keys + b;
     vf acc[NS_TILE_QUERIES][NS_TILE_BLOCKS];
     for (int i = 0; i < nq; i++)
         for (int j = 0; j < nb; j++) acc[i][j] = vf_set1(0.0f);
     for (int32_t pair = 0; pair < s->dim / 2; pair++) {
         vw k[NS_TILE_BLOCKS];
-        for (int j = 0; j < nb; j++) k[j] = vw_load(keys[b + j] + pair * 32);
+        for (int j = 0; j < nb; j++) k[j] = vw_load(keys[j] + pair * 32);
+        for (int j = 0; first == 0 && j < nb; j++) {
+            ns_prefetch(blocks->values[b + j] + pair * 32);
+            ns_prefetch(keys[nb + j] + pair * 32);
+        }
         for (int i = 0; i < nq; i++) {
             uint32_t q;
             memcpy(&q, s->q + (first + i) * s->dim + 2 * pair, sizeof q);
@@ -41,11 +55,11 @@ NS_INLINE void ns_score_tile(const ns_queries *s, const uint16_t *const *keys, i
         for (int j = 0; j < nb; j++) vf_store(s->scores + (first + i) * NS_SPLIT + (b + j) * NS_BLOCK, acc[i][j]);
 }
 
-NS_INLINE void ns_score_rows(const ns_queries *s, const uint16_t *const *keys, int32_t first, int lo, int hi, const int nq)
+NS_INLINE void ns_score_rows(const ns_queries *s, const ns_blocks *blocks, int32_t first, int lo, int hi, const int nq)
 {
     int b = lo;
-    for (; b + NS_TILE_BLOCKS <= hi; b += NS_TILE_BLOCKS) ns_score_tile(s, keys, first, b, nq, NS_TILE_BLOCKS);
-    for (; b < hi; b++) ns_score_tile(s, keys, first, b, nq, 1);
+    for (; b + NS_TILE_BLOCKS <= hi; b += NS_TILE_BLOCKS) ns_score_tile(s, blocks, first, b, nq, NS_TILE_BLOCKS);
+    for (; b < hi; b++) ns_score_tile(s, blocks, first, b, nq, 1);
 }
 
 /* Scores to probabilities relative to the split's maximum, in bf16; their sum in fp32. */
@@ -134,8 +148,7 @@ NS_INLINE void ns_value_rows(const ns_queries *s, const uint16_t *const *values,
 }
 
 /* One split from key `base` on: max, sum and acc of every query that sees any of it; lo == hi marks the others. */
-static __attribute__((noinline)) void ns_attend_split(ns_queries *s, const uint16_t *const *keys,
-                                                      const uint16_t *const *values)
+static __attribute__((noinline)) void ns_attend_split(ns_queries *s, const ns_blocks *blocks)
 {
     int lo = NS_SPLIT, hi = 0;
     for (int32_t i = 0; i < s->count; i++) {
@@ -146,25 +159,25 @@ static __attribute__((noinline)) void ns_attend_split(ns_queries *s, const uint1
     const int first = lo / NS_BLOCK, last = (hi + NS_BLOCK - 1) / NS_BLOCK;
     int32_t i = 0;
     for (; i + NS_TILE_QUERIES <= s->count; i += NS_TILE_QUERIES)
-        ns_score_rows(s, keys, i, first, last, NS_TILE_QUERIES);
+        ns_score_rows(s, blocks, i, first, last, NS_TILE_QUERIES);
 #if NS_TILE_QUERIES > 1
-    if (s->count - i == 1) ns_score_rows(s, keys, i, first, last, 1);
+    if (s->count - i == 1) ns_score_rows(s, blocks, i, first, last, 1);
 #endif
 #if NS_TILE_QUERIES > 2
-    if (s->count - i == 2) ns_score_rows(s, keys, i, first, last, 2);
-    if (s->count - i == 3) ns_score_rows(s, keys, i, first, last, 3);
+    if (s->count - i == 2) ns_score_rows(s, blocks, i, first, last, 2);
+    if (s->count - i == 3) ns_score_rows(s, blocks, i, first, last, 3);
 #endif
     for (i = 0; i < s->count; i++)
         if (s->lo[i] < s->hi[i]) ns_soften(s, i);
     memset(s->acc, 0, (size_t)s->count * (size_t)s->dim * sizeof *s->acc);
     i = 0;
-    for (; i + NS_TILE_QUERIES <= s->count; i += NS_TILE_QUERIES) ns_value_rows(s, values, i, NS_TILE_QUERIES);
+    for (; i + NS_TILE_QUERIES <= s->count; i += NS_TILE_QUERIES) ns_value_rows(s, blocks->values, i, NS_TILE_QUERIES);
 #if NS_TILE_QUERIES > 1
-    if (s->count - i == 1) ns_value_rows(s, values, i, 1);
+    if (s->count - i == 1) ns_value_rows(s, blocks->values, i, 1);
 #endif
 #if NS_TILE_QUERIES > 2
-    if (s->count - i == 2) ns_value_rows(s, values, i, 2);
-    if (s->count - i == 3) ns_value_rows(s, values, i, 3);
+    if (s->count - i == 2) ns_value_rows(s, blocks->values, i, 2);
+    if (s->count - i == 3) ns_value_rows(s, blocks->values, i, 3);
 #endif
 }
 

@@ -100,7 +100,7 @@ NS_INLINE void ns_range(const ns_attend *a, int32_t i, int32_t split, int32_t *l
 static int ns_attend_keys(ns_attend *a, int32_t split)
 {
     const ns_attention_rec *r = a->s.r;
-    const uint16_t *keys[NS_SPLIT / NS_BLOCK], *values[NS_SPLIT / NS_BLOCK];
+    ns_blocks blocks;
     int32_t lo = NS_SPLIT, hi = 0;
     for (int32_t i = 0; i < a->s.count; i++) {
         ns_range(a, i, split, &a->s.lo[i], &a->s.hi[i]);
@@ -111,12 +111,14 @@ static int ns_attend_keys(ns_attend *a, int32_t split)
     if (lo >= hi) return 0;
     const int64_t *slots = r->table + r->table_rows[a->group->row] * r->table_ld + (int64_t)split * NS_SPLIT;
     const int64_t stride = (int64_t)r->head_dim * NS_BLOCK;
-    for (int32_t b = lo / NS_BLOCK; b < (hi + NS_BLOCK - 1) / NS_BLOCK; b++) {
-        const int64_t at = (slots[b * NS_BLOCK] / NS_BLOCK * r->kv_heads + a->head) * stride;
-        keys[b] = r->keys + at;
-        values[b] = r->values + at;
+    const int32_t last = ns_ceil_div(hi, NS_BLOCK), end = ns_ceil_div(a->group->longest - split * NS_SPLIT, NS_BLOCK);
+    for (int32_t b = lo / NS_BLOCK; b < last + NS_AHEAD; b++) {
+        const int32_t known = b < end ? b : end - 1;
+        const int64_t at = (slots[known * NS_BLOCK] / NS_BLOCK * r->kv_heads + a->head) * stride;
+        blocks.keys[b] = r->keys + at;
+        if (b < last) blocks.values[b] = r->values + at;
     }
-    ns_attend_split(&a->s, keys, values);
+    ns_attend_split(&a->s, &blocks);
     return 1;
 }
 
