@@ -127,15 +127,18 @@ class Recorder:
             w=self._matrix(weight), bias=self._at(bias), x_ld=x.stride(0), out_ld=weight.rows, gate=-1
         )
         live = self._value(x).live
+        taken: Tensor | None = None  # held until the output has its place, which must not be the input's
         if weight.kind is lib.Kind.BF16:
-            halves = self._arena.tensor(rows, x.shape[1] + x.shape[1] % 2, torch.bfloat16)
-            self._append(lib.QuantRecord(x=self._read(x), halves=halves.data_ptr(), x_ld=x.stride(0), cols=x.shape[1]), rows, live)
-            record.halves = halves.data_ptr()
+            taken = self._halves(x)
+            record.halves = taken.data_ptr()
         elif weight.kind.is_dense:
             record.x = self._read(x)
         else:
-            record.quants = self._quants(x).data_ptr()
-        return self._output(record, rows, weight.rows, live)
+            taken = self._quants(x)
+            record.quants = taken.data_ptr()
+        out = self._output(record, rows, weight.rows, live)
+        del taken
+        return out
 
     def logits(self, x: Tensor, weight: PackedMatrix) -> Tensor:
         return self.linear(x, weight)
@@ -269,6 +272,14 @@ class Recorder:
             lib.QuantRecord(x=self._read(x), quants=quants.data_ptr(), x_ld=x.stride(0), cols=cols), rows, value.live
         )
         return quants
+
+    def _halves(self, x: Tensor) -> Tensor:
+        """x rounded to bf16, `[rows, cols]` with an odd last column paired with zero."""
+        rows, cols = x.shape
+        halves = self._arena.tensor(rows, cols + cols % 2, torch.bfloat16)
+        record = lib.QuantRecord(x=self._read(x), halves=halves.data_ptr(), x_ld=x.stride(0), cols=cols)
+        self._append(record, rows, self._value(x).live)
+        return halves
 
     def _new_quants(self, rows: int, cols: int) -> Tensor:
         return self._arena.tensor(-(-rows // lib.ROWS) * (cols // lib.GROUP), lib.QGROUP_BYTES, torch.uint8)

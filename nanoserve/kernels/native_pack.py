@@ -154,8 +154,8 @@ def _q4_1(blocks: Bytes) -> Groups:
 
 def _q8_0(blocks: Bytes) -> Groups:
     halves = blocks.view(np.uint16).reshape(blocks.shape[0], -1, 17)
-    quants = np.ascontiguousarray(halves[..., 1:]).view(np.uint32)
-    quants ^= np.uint32(0x80808080)
+    # A new array: ascontiguousarray of a single block is the mapped file itself.
+    quants = np.ascontiguousarray(halves[..., 1:]).view(np.uint32) ^ np.uint32(0x80808080)
     return Groups(Kind.Q8Z, quants, (halves[..., 0],))
 
 
