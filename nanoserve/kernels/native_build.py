@@ -154,11 +154,10 @@ def _compile(compiler: Compiler, isa: str, work: Path) -> Path:
     running = [
         _start([compiler.command, *flags, "-c", str(unit), "-o", str(made)]) for unit, made in order
     ]
-    for process in running:
-        _finish(process)
+    _finish(running)
     library = work / "native.so"
     shared = "-dynamiclib" if sys.platform == "darwin" else "-shared"
-    _finish(_start([compiler.command, shared, "-o", str(library), *map(str, objects), "-lm", "-lpthread"]))
+    _finish([_start([compiler.command, shared, "-o", str(library), *map(str, objects), "-lm", "-lpthread"])])
     return library
 
 
@@ -166,9 +165,12 @@ def _start(command: Sequence[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def _finish(process: subprocess.Popen[str]) -> None:
-    output, _ = process.communicate()
-    if process.returncode != 0:
+def _finish(running: Sequence[subprocess.Popen[str]]) -> None:
+    """Wait for all, so that none outlives the folder it writes to; then report the first failure."""
+    outputs = [process.communicate()[0] for process in running]
+    for process, output in zip(running, outputs, strict=True):
+        if process.returncode == 0:
+            continue
         lines = [line for line in output.splitlines() if "error" in line] or output.splitlines()
         reason = lines[0] if lines else f"exit status {process.returncode}"
         raise KernelBuildError(f"the C compiler failed on the native kernels: {reason}")

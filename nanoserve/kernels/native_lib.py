@@ -11,6 +11,7 @@ import errno
 import os
 from collections.abc import Sequence
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -161,6 +162,14 @@ class Segment(_Struct):
     _fields_ = [("records", c_void_p), ("count", c_int64)]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """What one launch runs. `keep` is everything the segments point at."""
+
+    segments: ctypes.Array[Segment]
+    keep: tuple[object, ...]
+
+
 OP_OF: Mapping[type[_Struct], Op] = {
     PlanRecord: Op.PLAN, EmbedRecord: Op.EMBED, NormRecord: Op.NORM, QuantRecord: Op.QUANT, LinearRecord: Op.LINEAR,
     GateRecord: Op.GATE, RopeRecord: Op.ROPE, AttentionRecord: Op.ATTENTION, GatherRecord: Op.GATHER,
@@ -227,25 +236,27 @@ class Pool:
         self.library = library
         self.threads = threads
         self._handle: c_void_p | None = handle
+        self._running: Launch | None = None
 
     def reserve(self, scratch_bytes: int) -> None:
         """Give every thread at least that much scratch. Not while a program runs."""
         _check(self.library.slow.ns_pool_reserve(self._handle, scratch_bytes), f"{scratch_bytes:,} bytes of scratch")
 
-    def launch(self, segments: ctypes.Array[Segment], notify_fd: int = -1) -> None:
+    def launch(self, launch: Launch, notify_fd: int = -1) -> None:
         """Start the programs, one after the other; at their end 8 bytes go to `notify_fd`, if there is one.
 
-        Returns at once. Inputs, records and arenas must stay as they are until the end.
+        Returns at once. Inputs must stay as they are until the end. Raises RuntimeError while another launch runs.
         """
-        result = self.library.quick.ns_pool_launch(self._handle, segments, len(segments), notify_fd)
-        _check(result, "a launch")
+        segments = launch.segments
+        _check(self.library.quick.ns_pool_launch(self._handle, segments, len(segments), notify_fd), "a launch")
+        self._running = launch
 
     def wait(self) -> None:
         """Return once nothing runs."""
         self.library.slow.ns_pool_wait(self._handle)
 
-    def run(self, segments: ctypes.Array[Segment]) -> None:
-        self.launch(segments)
+    def run(self, launch: Launch) -> None:
+        self.launch(launch)
         self.wait()
 
     def close(self) -> None:

@@ -34,12 +34,12 @@ class Program:
         return len(self.records)
 
 
-def segments(programs: Sequence[Program]) -> ctypes.Array[lib.Segment]:
+def segments(programs: Sequence[Program]) -> lib.Launch:
     """Programs to run one after the other in one launch."""
     array = (lib.Segment * len(programs))()
     for segment, program in zip(array, programs, strict=True):
         segment.records, segment.count = ctypes.addressof(program.records), len(program)
-    return array
+    return lib.Launch(array, tuple(programs))
 
 
 @dataclass(slots=True, eq=False)
