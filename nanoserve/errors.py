@@ -130,6 +130,12 @@ class ConfigError(StartupError):
     exit_code = 2
 
 
+class KernelBuildError(StartupError):
+    """The native kernels cannot be compiled or loaded here; the message names the remedy."""
+
+    exit_code = 7
+
+
 # --- our own invariants ------------------------------------------------------------------------------------------
 
 

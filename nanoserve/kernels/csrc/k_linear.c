@@ -1,0 +1,65 @@
+/* What a linear's job does with its products: bias and store, or gate and up into one activation. */
+#include "gate.h"
+#include "linear_tile.h"
+
+NS_INLINE vf ns_biased(const ns_linear_rec *r, int32_t first, int valid, vf x)
+{
+    return r->bias ? vf_add(x, vf_load_n(r->bias + first, valid)) : x;
+}
+
+NS_INLINE void ns_plain_job(const ns_linear_plan *plan, int32_t tile, int64_t row, int rows)
+{
+    const ns_linear_rec *r = plan->r;
+    const int32_t first = tile * NS_LANES;
+    const int valid = r->w.rows - first < NS_LANES ? r->w.rows - first : NS_LANES;
+    float products[NS_ROWS * NS_LANES];
+    ns_tile_product(plan, tile, row, rows, products);
+    for (int i = 0; i < rows; i++) {
+        vf y = ns_biased(r, first, valid, vf_load(products + 16 * i));
+        vf_store_n(r->out + (row + i) * r->out_ld + first, y, valid);
+    }
+}
+
+/* 32 outputs of a gated layer: one quantisation group. Half a group where n is not a multiple of 32. */
+NS_INLINE void ns_gated_job(const ns_linear_plan *plan, int32_t pair, int64_t row, int rows)
+{
+    const ns_linear_rec *r = plan->r;
+    const int32_t n = r->w.rows / 2, tiles = n / NS_LANES;
+    float gate[NS_ROWS * NS_LANES], up[NS_ROWS * NS_LANES], both[NS_ROWS][NS_GROUP];
+    int halves = tiles - 2 * pair < 2 ? 1 : 2;
+    for (int half = 0; half < halves; half++) {
+        const int32_t tile = 2 * pair + half, first = tile * NS_LANES;
+        ns_tile_product(plan, tile, row, rows, gate);
+        ns_tile_product(plan, tiles + tile, row, rows, up);
+        for (int i = 0; i < rows; i++) {
+            vf g = ns_biased(r, first, NS_LANES, vf_load(gate + 16 * i));
+            vf u = ns_biased(r, n + first, NS_LANES, vf_load(up + 16 * i));
+            vf y = vf_mul(r->gate == NS_GELU ? ns_gated(g, NS_GELU) : ns_gated(g, NS_SILU), u);
+            vf_store(both[i] + 16 * half, y);
+            if (r->out) vf_store(r->out + (row + i) * r->out_ld + first, y);
+        }
+    }
+    for (int i = 0; r->out_quants && i < rows; i++)
+        ns_quantise(ns_group_at(r->out_quants, n / NS_GROUP, (int32_t)row + i, pair), (int32_t)row + i, both[i]);
+}
+
+void ns_run_linear(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end)
+{
+    const ns_linear_rec *r = &record->linear;
+    const int32_t rows = ns_rows(&r->head);
+    const int32_t units = r->gate < 0 ? ns_ceil_div(r->w.rows, NS_LANES) : ns_ceil_div(r->w.rows / 2, NS_GROUP);
+    const ns_linear_plan plan = {r, ns_tile_bytes(r->w.kind, r->w.cols), r->w.cols / NS_GROUP};
+    (void)worker;
+    for (int64_t job = begin; job < end; job++) {
+        const int64_t start = job / units * NS_ROW_SPAN;
+        const int32_t unit = (int32_t)(job % units);
+        const int64_t stop = start + NS_ROW_SPAN < rows ? start + NS_ROW_SPAN : rows;
+        for (int64_t row = start; row < stop; row += NS_ROWS) {
+            const int count = stop - row < NS_ROWS ? (int)(stop - row) : NS_ROWS;
+            if (r->gate < 0)
+                ns_plain_job(&plan, unit, row, count);
+            else
+                ns_gated_job(&plan, unit, row, count);
+        }
+    }
+}

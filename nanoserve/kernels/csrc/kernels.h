@@ -1,0 +1,75 @@
+/* What a kernel gets, and the table of kernels one instruction set exports. */
+#ifndef NS_KERNELS_H
+#define NS_KERNELS_H
+
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "ns_abi.h"
+
+/* One compute thread. `scratch` is its own and survives nothing. */
+typedef struct {
+    int32_t index;
+    int32_t threads;
+    void *scratch;
+    size_t scratch_bytes;
+} ns_worker;
+
+/* Runs jobs begin <= job < end of a record; which jobs a record has is ns_jobs_of. */
+typedef void (*ns_kernel)(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end);
+
+/* By ns_op. */
+extern const ns_kernel ns_kernel_table[NS_OP_COUNT];
+
+/* Whether this machine has the instruction set the kernels were compiled for. */
+int ns_isa_supported(void);
+
+void ns_run_plan(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end);
+void ns_run_embed(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end);
+void ns_run_norm(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end);
+void ns_run_quant(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end);
+void ns_run_linear(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end);
+void ns_run_gate(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end);
+void ns_run_rope(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end);
+void ns_run_attention(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end);
+void ns_run_gather(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end);
+void ns_run_sample(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end);
+void ns_run_remember(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end);
+
+/* How attention is shared out: made by NS_OP_PLAN for every layer of a step. A split task is one NS_SPLIT of keys of one
+ * group; without a split a task is a whole group. `partial` is where a group's partial results start, in partials. */
+typedef struct {
+    int32_t row;
+    int32_t rows;
+    int32_t longest; /* context_lens of the group's longest row */
+    int32_t partial;
+} ns_row_group;
+
+enum {
+    NS_PLAN_TASKS = 1024,     /* split tasks at most */
+    NS_PLAN_PARTIALS = 16384, /* partial results at most: groups x K/V heads x queries x splits */
+};
+
+typedef struct {
+    int32_t groups;
+    int32_t tasks; /* 0: attention is not split */
+    struct {
+        int32_t group;
+        int32_t split;
+    } task[NS_PLAN_TASKS];
+    _Atomic int32_t done[NS_PLAN_TASKS]; /* finished splits per group and K/V head; 0 between records */
+    ns_row_group group[];                /* as many as the record has rows */
+} ns_plan;
+
+static inline int32_t ns_rows(const ns_head *head)
+{
+    int64_t live = head->live ? *head->live : head->rows;
+    return live < 0 ? 0 : live > head->rows ? head->rows : (int32_t)live;
+}
+
+static inline int32_t ns_ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b; }
+
+enum { NS_ROW_SPAN = 128 }; /* activation rows one linear job takes: what a core's own cache holds */
+
+#endif

@@ -1,0 +1,184 @@
+/* Linear layers. A job is one tile of outputs (two gate and two up tiles where the layer is gated) for NS_ROW_SPAN rows.
+ *
+ * Integer sums are exact, so only the order of a row's float operations matters: group by group, scale times sum, then
+ * the minimum's share. It is the same for every number of rows, and for every instruction set with fused multiply-add.
+ */
+#include "quantise.h"
+#include "weights.h"
+
+enum { NS_PREFETCH = 2560 }; /* bytes ahead: what a core has under way at the memory's bandwidth and latency */
+
+typedef struct {
+    const ns_linear_rec *r;
+    int64_t tile_bytes;
+    int32_t groups;
+} ns_linear_plan;
+
+NS_INLINE void ns_unpack(const uint8_t *quants, int kind, vw w[8])
+{
+    if (ns_is_4bit(kind)) {
+        for (int v = 0; v < 4; v++) {
+            vw both = vw_load(quants + 64 * v);
+            w[v] = vw_low(both);
+            w[v + 4] = vw_high(both);
+        }
+    } else {
+        for (int v = 0; v < 8; v++) w[v] = vw_load(quants + 64 * v);
+    }
+}
+
+NS_INLINE vi ns_dot_step(vi acc, vw w, const int8_t *q, int kind)
+{
+    int32_t four;
+    memcpy(&four, q, sizeof four);
+    return ns_is_4bit(kind) ? vi_dot4(acc, w, four) : vi_dot8(acc, w, four);
+}
+
+/* What an unsigned weight's zero point takes away, before anything is added. */
+NS_INLINE vi ns_dot_start(const ns_qgroup *x, int lane, int kind)
+{
+    if (kind == NS_Q4Z) return vi_set1(x->z8[lane]);
+    if (kind == NS_Q8Z && NS_DOT8_BIASED) return vi_set1(x->z128[0][lane] + x->z128[1][lane]);
+    return vi_zero();
+}
+
+/* An AVX2 dot8 reads stored weights as signed, so an unsigned 8-bit kind adds 128 per weight back. */
+NS_INLINE vi ns_dot_unsigned_start(const ns_qgroup *x, int lane)
+{
+    return NS_DOT8_BIASED ? vi_zero() : vi_set1(-x->z128[0][lane] - x->z128[1][lane]);
+}
+
+NS_INLINE vf ns_lane_dot(vf acc, const vw w[8], vf d, vf m, const ns_qgroup *x, int lane, int kind)
+{
+    const int8_t *q = x->q[lane];
+    vf scale = vf_set1(x->dx[lane]);
+    if (kind == NS_Q8G) {
+        for (int half = 0; half < 2; half++) {
+            vi sum = NS_DOT8_BIASED ? vi_set1(x->z128[half][lane]) : vi_zero();
+            for (int v = 4 * half; v < 4 * half + 4; v++) sum = ns_dot_step(sum, w[v], q + 4 * v, kind);
+            acc = vf_fma(vf_mul(half ? m : d, scale), vi_float(sum), acc);
+        }
+        return acc;
+    }
+    vi sum = kind == NS_Q8M || kind == NS_Q8MF ? ns_dot_unsigned_start(x, lane) : ns_dot_start(x, lane, kind);
+    for (int v = 0; v < 8; v++) sum = ns_dot_step(sum, w[v], q + 4 * v, kind);
+    acc = vf_fma(vf_mul(d, scale), vi_float(sum), acc);
+    return ns_has_min(kind) ? vf_fma(m, vf_set1(x->sx[lane]), acc) : acc;
+}
+
+/* `count` rows from `lane` on of one block of 16 rows against one tile: out[row][16]. */
+NS_INLINE void ns_quant_tile(const ns_linear_plan *plan, const uint8_t *tile, const ns_qgroup *x, int lane, float *out,
+                             const int count, const int kind)
+{
+    vf acc[NS_TILE_ROWS];
+    for (int i = 0; i < count; i++) acc[i] = vf_set1(0.0f);
+    for (int32_t g = 0; g < plan->groups; g++) {
+        const uint8_t *quants = tile + ns_quants_at(kind, g), *scales = tile + ns_scales_at(kind, g);
+        vw w[8];
+        ns_unpack(quants, kind, w);
+        for (int line = 0; line < ns_quant_bytes(kind) + ns_scale_bytes(kind); line += 64)
+            ns_prefetch(quants + NS_PREFETCH + line);
+        vf d = ns_scales(scales, kind, 0), m = d;
+        if (ns_has_min(kind) || kind == NS_Q8G) m = ns_scales(scales, kind, 1);
+#pragma GCC unroll 16
+        for (int i = 0; i < count; i++) acc[i] = ns_lane_dot(acc[i], w, d, m, x + g, lane + i, kind);
+    }
+    for (int i = 0; i < count; i++) vf_store(out + 16 * i, acc[i]);
+}
+
+/* All rows of a block: the fewest passes over the tile. */
+NS_INLINE void ns_quant_block(const ns_linear_plan *plan, const uint8_t *tile, const ns_qgroup *x, int rows, float *out,
+                              const int kind)
+{
+    int lane = 0;
+#if NS_TILE_ROWS >= 16
+    if (rows == 16) {
+        ns_quant_tile(plan, tile, x, 0, out, 16, kind);
+        return;
+    }
+#endif
+#if NS_TILE_ROWS >= 8
+    for (; lane + 8 <= rows; lane += 8) ns_quant_tile(plan, tile, x, lane, out + 16 * lane, 8, kind);
+#endif
+#if NS_TILE_ROWS >= 4
+    for (; lane + 4 <= rows; lane += 4) ns_quant_tile(plan, tile, x, lane, out + 16 * lane, 4, kind);
+#endif
+#if NS_TILE_ROWS >= 2
+    for (; lane + 2 <= rows; lane += 2) ns_quant_tile(plan, tile, x, lane, out + 16 * lane, 2, kind);
+#endif
+    for (; lane < rows; lane++) ns_quant_tile(plan, tile, x, lane, out + 16 * lane, 1, kind);
+}
+
+/* Out of line per kind: each is one copy of its loops. */
+#define NS_QUANT_BLOCK(kind_)                                                                                         \
+    static __attribute__((noinline)) void ns_block_##kind_(const ns_linear_plan *plan, const uint8_t *tile,           \
+                                                           const ns_qgroup *x, int rows, float *out)                  \
+    {                                                                                                                 \
+        ns_quant_block(plan, tile, x, rows, out, kind_);                                                              \
+    }
+NS_QUANT_BLOCK(NS_Q4Z)
+NS_QUANT_BLOCK(NS_Q4M)
+NS_QUANT_BLOCK(NS_Q4MF)
+NS_QUANT_BLOCK(NS_Q8Z)
+NS_QUANT_BLOCK(NS_Q8M)
+NS_QUANT_BLOCK(NS_Q8MF)
+NS_QUANT_BLOCK(NS_Q8G)
+
+/* Dense: inputs one by one (pair by pair in bf16), in ascending order. `x` points at the block's first row. */
+NS_INLINE void ns_dense_tile(const ns_linear_rec *r, const uint8_t *tile, int64_t row, float *out, const int count,
+                             const int kind)
+{
+    const int32_t cols = r->w.cols, pitch = cols + cols % 2;
+    vf acc[4];
+    for (int i = 0; i < count; i++) acc[i] = vf_set1(0.0f);
+    if (kind == NS_BF16) {
+        for (int32_t k = 0; k < pitch; k += 2) {
+            vw w = vw_load(tile + (int64_t)k * 32);
+            for (int i = 0; i < count; i++) {
+                uint32_t pair;
+                memcpy(&pair, r->halves + (row + i) * pitch + k, sizeof pair);
+                acc[i] = vf_dot_bf16(acc[i], w, pair);
+            }
+        }
+    } else {
+        for (int32_t k = 0; k < cols; k++) {
+            vf w = kind == NS_F32 ? vf_load((const float *)tile + (int64_t)k * 16)
+                                  : vf_load_f16((const uint16_t *)tile + (int64_t)k * 16);
+            for (int i = 0; i < count; i++) acc[i] = vf_fma(w, vf_set1(r->x[(row + i) * r->x_ld + k]), acc[i]);
+        }
+    }
+    for (int i = 0; i < count; i++) vf_store(out + 16 * i, acc[i]);
+}
+
+#define NS_DENSE_BLOCK(kind_)                                                                                         \
+    static __attribute__((noinline)) void ns_block_##kind_(const ns_linear_rec *r, const uint8_t *tile, int64_t row,  \
+                                                           int rows, float *out)                                      \
+    {                                                                                                                 \
+        int lane = 0;                                                                                                 \
+        for (; lane + 4 <= rows; lane += 4) ns_dense_tile(r, tile, row + lane, out + 16 * lane, 4, kind_);            \
+        for (; lane < rows; lane++) ns_dense_tile(r, tile, row + lane, out + 16 * lane, 1, kind_);                    \
+    }
+NS_DENSE_BLOCK(NS_F32)
+NS_DENSE_BLOCK(NS_F16)
+NS_DENSE_BLOCK(NS_BF16)
+
+/* The products of up to 16 rows from `row` (a multiple of 16) with one tile: out[row][16]. */
+NS_INLINE void ns_tile_product(const ns_linear_plan *plan, int32_t tile_index, int64_t row, int rows, float *out)
+{
+    const ns_linear_rec *r = plan->r;
+    const uint8_t *tile = (const uint8_t *)r->w.data + tile_index * plan->tile_bytes;
+    const ns_qgroup *x = r->quants ? r->quants + row / NS_ROWS * plan->groups : NULL;
+    switch ((ns_kind)r->w.kind) {
+    case NS_F32: ns_block_NS_F32(r, tile, row, rows, out); break;
+    case NS_F16: ns_block_NS_F16(r, tile, row, rows, out); break;
+    case NS_BF16: ns_block_NS_BF16(r, tile, row, rows, out); break;
+    case NS_Q4Z: ns_block_NS_Q4Z(plan, tile, x, rows, out); break;
+    case NS_Q4M: ns_block_NS_Q4M(plan, tile, x, rows, out); break;
+    case NS_Q4MF: ns_block_NS_Q4MF(plan, tile, x, rows, out); break;
+    case NS_Q8Z: ns_block_NS_Q8Z(plan, tile, x, rows, out); break;
+    case NS_Q8M: ns_block_NS_Q8M(plan, tile, x, rows, out); break;
+    case NS_Q8MF: ns_block_NS_Q8MF(plan, tile, x, rows, out); break;
+    case NS_Q8G: ns_block_NS_Q8G(plan, tile, x, rows, out); break;
+    case NS_KIND_COUNT: break;
+    }
+}

@@ -1,0 +1,214 @@
+/* 16 lanes as two registers of AVX2, FMA and F16C. See vec.h for what each name means. */
+#include <immintrin.h>
+
+typedef struct { __m256 a, b; } vf;
+typedef struct { __m256i a, b; } vi;
+typedef vi vw;
+
+#define NS_TILE_QUERIES 2
+#define NS_TILE_BLOCKS 2
+#define NS_TILE_ROWS 4
+#define NS_TILE_DIMS 2
+#define NS_DOT8_BIASED 0
+
+NS_INLINE vf vf_pair(__m256 a, __m256 b) { return (vf){a, b}; }
+NS_INLINE vi vi_pair(__m256i a, __m256i b) { return (vi){a, b}; }
+
+NS_INLINE vf vf_load(const float *p) { return vf_pair(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)); }
+NS_INLINE void vf_store(float *p, vf x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+
+NS_INLINE vf vf_load_n(const float *p, int n)
+{
+    if (n == 16) return vf_load(p);
+    float lanes[16] = {0};
+    memcpy(lanes, p, (size_t)n * sizeof *p);
+    return vf_load(lanes);
+}
+
+NS_INLINE void vf_store_n(float *p, vf x, int n)
+{
+    float lanes[16];
+    vf_store(n == 16 ? p : lanes, x);
+    if (n < 16) memcpy(p, lanes, (size_t)n * sizeof *p);
+}
+
+NS_INLINE vf vf_set1(float x) { return vf_pair(_mm256_set1_ps(x), _mm256_set1_ps(x)); }
+NS_INLINE vf vf_add(vf x, vf y) { return vf_pair(_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)); }
+NS_INLINE vf vf_sub(vf x, vf y) { return vf_pair(_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)); }
+NS_INLINE vf vf_mul(vf x, vf y) { return vf_pair(_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)); }
+NS_INLINE vf vf_div(vf x, vf y) { return vf_pair(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)); }
+NS_INLINE vf vf_max(vf x, vf y) { return vf_pair(_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)); }
+NS_INLINE vf vf_min(vf x, vf y) { return vf_pair(_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)); }
+
+NS_INLINE vf vf_fma(vf x, vf y, vf z)
+{
+    return vf_pair(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b));
+}
+
+NS_INLINE vf vf_round(vf x)
+{
+    return vf_pair(_mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+                   _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+NS_INLINE float vf_hadd(vf x)
+{
+    __m256 a = _mm256_add_ps(x.a, x.b);
+    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_add_ss(b, _mm_shuffle_ps(b, b, 1)));
+}
+
+NS_INLINE float vf_hmax(vf x)
+{
+    __m256 a = _mm256_max_ps(x.a, x.b);
+    __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    b = _mm_max_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_max_ss(b, _mm_shuffle_ps(b, b, 1)));
+}
+
+NS_INLINE __m256 ns_pow2_8(__m256 n)
+{
+    __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+}
+
+NS_INLINE vf vf_pow2(vf n) { return vf_pair(ns_pow2_8(n.a), ns_pow2_8(n.b)); }
+
+NS_INLINE __m256 ns_keep_8(__m256 x, int lo, int hi, float other)
+{
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32(lo), lane), inside = _mm256_cmpgt_epi32(_mm256_set1_epi32(hi), lane);
+    return _mm256_blendv_ps(_mm256_set1_ps(other), x, _mm256_castsi256_ps(_mm256_andnot_si256(below, inside)));
+}
+
+NS_INLINE vf vf_keep(vf x, int lo, int hi, float other)
+{
+    return vf_pair(ns_keep_8(x.a, lo, hi, other), ns_keep_8(x.b, lo - 8, hi - 8, other));
+}
+
+NS_INLINE vf vf_load_f16(const uint16_t *p)
+{
+    return vf_pair(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
+                   _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8))));
+}
+
+NS_INLINE __m256 ns_load_bf16_8(const uint16_t *p)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+}
+
+NS_INLINE vf vf_load_bf16(const uint16_t *p) { return vf_pair(ns_load_bf16_8(p), ns_load_bf16_8(p + 8)); }
+
+/* Nearest even, NaN kept quiet; the upper halves of each lane. */
+NS_INLINE __m256i ns_round_bf16_8(__m256 x)
+{
+    __m256i bits = _mm256_castps_si256(x);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    rounded = _mm256_blendv_epi8(rounded, _mm256_or_si256(bits, _mm256_set1_epi32(0x400000)), nan);
+    return _mm256_srli_epi32(rounded, 16);
+}
+
+NS_INLINE void vf_store_bf16(uint16_t *p, vf x)
+{
+    __m256i packed = _mm256_packus_epi32(ns_round_bf16_8(x.a), ns_round_bf16_8(x.b));
+    _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(packed, 0xd8));
+}
+
+NS_INLINE vi vi_zero(void) { return vi_pair(_mm256_setzero_si256(), _mm256_setzero_si256()); }
+NS_INLINE vi vi_set1(int32_t x) { return vi_pair(_mm256_set1_epi32(x), _mm256_set1_epi32(x)); }
+NS_INLINE vf vi_float(vi x) { return vf_pair(_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)); }
+
+NS_INLINE vw vw_load(const void *p)
+{
+    return vi_pair(_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)p + 1));
+}
+
+NS_INLINE vw vw_low(vw x)
+{
+    return vi_pair(_mm256_and_si256(x.a, _mm256_set1_epi8(15)), _mm256_and_si256(x.b, _mm256_set1_epi8(15)));
+}
+
+NS_INLINE vw vw_high(vw x)
+{
+    return vw_low(vi_pair(_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)));
+}
+
+/* Unsigned weights up to 127 times signed x: no pair of products exceeds int16. */
+NS_INLINE __m256i ns_dot_8(__m256i acc, __m256i w, __m256i x)
+{
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+}
+
+NS_INLINE vi vi_dot4(vi acc, vw w, int32_t x)
+{
+    __m256i v = _mm256_set1_epi32(x);
+    return vi_pair(ns_dot_8(acc.a, w.a, v), ns_dot_8(acc.b, w.b, v));
+}
+
+/* Weights are stored with 128 added. Here they are taken signed, and their sign moves to x: 128 * 127 * 2 < 2^15. */
+NS_INLINE __m256i ns_dot_signed_8(__m256i acc, __m256i w, __m256i x)
+{
+    __m256i s = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
+    return ns_dot_8(acc, _mm256_abs_epi8(s), _mm256_sign_epi8(x, s));
+}
+
+NS_INLINE vi vi_dot8(vi acc, vw w, int32_t x)
+{
+    __m256i v = _mm256_set1_epi32(x);
+    return vi_pair(ns_dot_signed_8(acc.a, w.a, v), ns_dot_signed_8(acc.b, w.b, v));
+}
+
+NS_INLINE __m256 ns_dot_bf16_8(__m256 acc, __m256i w, __m256 even, __m256 odd)
+{
+    __m256 first = _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
+    __m256 second = _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32((int32_t)0xffff0000u)));
+    return _mm256_fmadd_ps(second, odd, _mm256_fmadd_ps(first, even, acc));
+}
+
+NS_INLINE vf vf_dot_bf16(vf acc, vw w, uint32_t pair)
+{
+    __m256 even = _mm256_castsi256_ps(_mm256_set1_epi32((int32_t)(pair << 16)));
+    __m256 odd = _mm256_castsi256_ps(_mm256_set1_epi32((int32_t)(pair & 0xffff0000u)));
+    return vf_pair(ns_dot_bf16_8(acc.a, w.a, even, odd), ns_dot_bf16_8(acc.b, w.b, even, odd));
+}
+
+NS_INLINE vw vw_and(vw x, uint32_t mask)
+{
+    __m256i m = _mm256_set1_epi32((int32_t)mask);
+    return vi_pair(_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m));
+}
+
+NS_INLINE void ns_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
+
+NS_INLINE void ns_round32(const float *x, float scale, int8_t *q, int32_t sums[2])
+{
+    for (int half = 0; half < 2; half++) {
+        int32_t lanes[16], sum = 0;
+        for (int i = 0; i < 2; i++) {
+            __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(x + 16 * half + 8 * i), _mm256_set1_ps(scale));
+            _mm256_storeu_si256((__m256i *)(lanes + 8 * i), _mm256_cvtps_epi32(scaled));
+        }
+        for (int i = 0; i < 16; i++) {
+            q[16 * half + i] = (int8_t)lanes[i];
+            sum += q[16 * half + i];
+        }
+        sums[half] = sum;
+    }
+}
+
+NS_INLINE float ns_amax32(const float *x)
+{
+    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+    __m256i top = _mm256_setzero_si256();
+    for (int i = 0; i < 4; i++)
+        top = _mm256_max_epi32(top, _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(x + 8 * i)), magnitude));
+    int32_t lanes[8], best = 0;
+    _mm256_storeu_si256((__m256i *)lanes, top);
+    for (int i = 0; i < 8; i++) best = lanes[i] > best ? lanes[i] : best;
+    float out;
+    memcpy(&out, &best, sizeof out);
+    return out;
+}
