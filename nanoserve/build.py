@@ -126,7 +126,7 @@ def prepare(
         bar=bar,
     )
     tokenizer = load_tokenizer(source)
-    pool_plan = plan_pool(config, loaded.config, loaded.decoder.weights.embed.dtype, device)
+    pool_plan = plan_pool(config, loaded.config, loaded.dtype, device)
     log.info(pool_plan.describe())
     engine = assemble(config, loaded, pool_plan, metrics, device, ops=ops, backend=backend)
     eos = frozenset(loaded.config.eos_token_ids) | tokenizer.eos_token_ids
@@ -236,7 +236,7 @@ def assemble(
         block_size=config.block_size,
         num_kv_heads=model.num_key_value_heads,
         head_dim=model.head_dim,
-        dtype=loaded.decoder.weights.embed.dtype,
+        dtype=loaded.dtype,
         device=device,
     )
     graphs: GraphSet[DecodeOutput] | None = None

@@ -7,14 +7,16 @@ All activations are row-major `[rows, features]`; a row is one token of one sequ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     KVStore = tuple[Tensor, ...]
+    Weight = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,52 @@ class Rotation:
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
+
+
+class StoredTensor(Protocol):
+    """A tensor of a checkpoint that has not been read yet."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def fetch(self) -> Tensor:
+        """The values, on the CPU, in any floating dtype. Raises BadCheckpoint."""
+
+    def blocks(self) -> QuantisedBlocks | None:
+        """The stored blocks of a quantised matrix; None if the tensor is stored as floats."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedBlocks:
+    """A matrix as GGUF stores it.
+
+    raw        uint8, all rows' blocks one after the other
+    type_name  Q4_0, Q8_0, Q4_K …
+    order      [rows]: which stored row each row is; None if they are in order
+    """
+
+    raw: Any
+    type_name: str
+    order: Any | None
+
+
+class WeightMaker(Protocol):
+    """How a kernel set wants its weights. What it makes of a matrix, only its own ops can read."""
+
+    dtype: torch.dtype
+    """Of vectors' values as they were rounded, and of K/V."""
+
+    def vector(self, parts: Sequence[StoredTensor]) -> Tensor:
+        """Norms and biases, concatenated."""
+
+    def matrix(self, parts: Sequence[StoredTensor]) -> Weight:
+        """`[out, in]` for `linear` and `logits`; parts are stacked along out."""
+
+    def table(self, part: StoredTensor) -> Weight:
+        """`[vocab, hidden]` for `embed`."""
+
+    def tied(self, table: Weight, part: StoredTensor) -> Weight:
+        """The head that shares its values with an embedding table."""
 
 
 class CacheRows(Protocol):
@@ -146,9 +194,9 @@ class KVKernels(Protocol):
 
 
 class Ops(Protocol):
-    """The vocabulary of the forward. `weight` arguments are whatever the kernel set's `prepare_*` returned."""
+    """The vocabulary of the forward. `Weight` arguments are what the kernel set's WeightMaker made."""
 
-    def embed(self, table: Tensor, step: StepWindow) -> Tensor:
+    def embed(self, table: Weight, step: StepWindow) -> Tensor:
         """`[rows, hidden]`: the table's rows for `input_ids`, or for `last_tokens` where an id is negative."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -157,7 +205,7 @@ class Ops(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual)."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """`[rows, out]`: x · weightᵀ + bias; weight is `[out, in]`."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -166,7 +214,7 @@ class Ops(Protocol):
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """`[len(rows), features]`: the rows of x that need logits."""
 
-    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+    def logits(self, x: Tensor, weight: Weight) -> Tensor:
         """`[rows, vocab]` fp32, whatever the dtype of x and weight."""
 
     def keep(self, x: Tensor, place: Tensor) -> None:

@@ -24,8 +24,8 @@ from nanoserve.errors import ConfigError
 from nanoserve.graphs import GraphBackend
 from nanoserve.memory import KVPoolPlan
 from nanoserve.metrics import Metrics
+from nanoserve.models.assembly import TorchWeights, expected_tensors
 from nanoserve.models.assembly import assemble as assemble_weights
-from nanoserve.models.assembly import expected_tensors
 from nanoserve.models.config import ModelConfig, RopeConfig, SamplingDefaults
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.load import LoadedModel, load_model
@@ -106,7 +106,7 @@ class Subject:
             )
         config = replace(self.config, max_sequences=rows, max_model_len=tokens, prefill_tokens=rows * tokens)
         check_config(config)
-        dtype = self.loaded.decoder.weights.embed.dtype
+        dtype = self.loaded.dtype
         pool = plan_pool(config, self.loaded.config, dtype, self.device)
         if pool.capacity_tokens < rows * tokens:
             raise ConfigError(
@@ -124,14 +124,14 @@ class Subject:
 
     def describe(self) -> str:
         """One line for the head of a table: the model, and what it runs on."""
-        dtype = str(self.loaded.decoder.weights.embed.dtype).removeprefix("torch.")
+        dtype = str(self.loaded.dtype).removeprefix("torch.")
         return f"{self.name}, {dtype} on {self.device}, graph backend {self.backend.name}"
 
     def summary(self) -> dict[str, Any]:
         """The same, and the versions, for the JSON line."""
         return {
             "model": self.name,
-            "dtype": str(self.loaded.decoder.weights.embed.dtype).removeprefix("torch."),
+            "dtype": str(self.loaded.dtype).removeprefix("torch."),
             "device": str(self.device),
             "graph_backend": self.backend.name,
             "threads": torch.get_num_threads(),
@@ -168,11 +168,10 @@ def tiny_model(device: torch.device, dtype: str = "float32") -> LoadedModel:
         sampling=SamplingDefaults(),
     )
     kind: torch.dtype = getattr(torch, config.dtype if dtype == "auto" else dtype)
-    weights = assemble_weights(
-        config, _RandomCheckpoint(config), dtype=kind, device=device, progress=lambda done, total: None
-    )
+    maker = TorchWeights(kind, device)
+    weights = assemble_weights(config, _RandomCheckpoint(config), maker=maker, progress=lambda done, total: None)
     cos, sin = rope_tables(config.rope, config.head_dim, config.max_position_embeddings, device)
-    return LoadedModel(config, Decoder(config, weights, cos, sin))
+    return LoadedModel(config, Decoder(config, weights, cos, sin), kind)
 
 
 class _RandomCheckpoint:
@@ -193,6 +192,9 @@ class _RandomCheckpoint:
         if len(shape) == 1:
             return torch.ones(shape)
         return torch.randn(shape, generator=self._generator) / math.sqrt(shape[1])
+
+    def blocks(self, name: str) -> None:
+        """They are floats."""
 
 
 def _ignore(progress: BootProgress) -> None:

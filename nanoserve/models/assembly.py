@@ -1,15 +1,16 @@
 """Builds `DecoderWeights` from any checkpoint: which tensors a config needs, of what shape, and where each one goes.
 
-Tensors are named as Hugging Face's Llama names them; a checkpoint format translates to these. Each tensor is read once
-and copied straight into its place in a stacked weight, so the peak is the model plus one tensor.
+Tensors are named as Hugging Face's Llama names them; a checkpoint format translates to these. What becomes of a tensor
+is the kernel set's business (`ops.WeightMaker`). Each is read once, when it is made into a weight, so the peak is the
+model plus one weight.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ from torch import Tensor
 from nanoserve.errors import BadCheckpoint, OutOfMemory
 from nanoserve.models.config import ModelConfig
 from nanoserve.models.decoder import DecoderWeights, LayerWeights
+from nanoserve.ops import QuantisedBlocks, StoredTensor, WeightMaker
+
+if TYPE_CHECKING:
+    from nanoserve.ops import Weight
 
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 Progress = Callable[[int, int], None]
@@ -39,6 +44,9 @@ class Checkpoint(Protocol):
 
     def fetch(self, name: str) -> Tensor:
         """The tensor on the CPU, in any floating dtype. Raises BadCheckpoint."""
+
+    def blocks(self, name: str) -> QuantisedBlocks | None:
+        """The tensor's quantised blocks; None if it is stored as floats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +90,35 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
             )
 
 
-def assemble(
-    config: ModelConfig, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, progress: Progress
-) -> DecoderWeights:
-    """Read every tensor into `dtype` on `device`. Raises BadCheckpoint, or OutOfMemory naming the flags to lower."""
+class TorchWeights:
+    """`ops.WeightMaker` of the kernel sets that compute with plain tensors: every weight in `dtype` on `device`."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self._device = device
+
+    def vector(self, parts: Sequence[StoredTensor]) -> Tensor:
+        rows = sum(part.shape[0] for part in parts)
+        stacked = torch.empty((rows, *parts[0].shape[1:]), dtype=self.dtype, device=self._device)
+        start = 0
+        for part in parts:
+            stacked[start : start + part.shape[0]].copy_(part.fetch())
+            start += part.shape[0]
+        return stacked
+
+    matrix = vector
+
+    def table(self, part: StoredTensor) -> Tensor:
+        return self.vector([part])
+
+    def tied(self, table: Tensor, part: StoredTensor) -> Tensor:
+        return table
+
+
+def assemble(config: ModelConfig, checkpoint: Checkpoint, *, maker: WeightMaker, progress: Progress) -> DecoderWeights:
+    """Read every tensor and make a weight of it. Raises BadCheckpoint, or OutOfMemory naming the flags to lower."""
     check_tensors(config, checkpoint)
-    loader = _Loader(config, checkpoint, dtype, device, progress)
+    loader = _Loader(config, checkpoint, maker, progress)
     try:
         return loader.weights()
     except (MemoryError, RuntimeError) as error:
@@ -95,62 +126,80 @@ def assemble(
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
             raise
         raise OutOfMemory(
-            f"{checkpoint.where}: {loader.total:,} bytes of weights do not fit on {device}; "
+            f"{checkpoint.where}: {loader.total:,} bytes of weights do not fit; "
             "use a smaller --dtype or a smaller model"
         ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """`ops.StoredTensor`. `seen` is told the elements of a tensor once it has been read."""
+
+    checkpoint: Checkpoint
+    part: _Part
+    seen: Callable[[int], None]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.part.shape
+
+    def fetch(self) -> Tensor:
+        tensor = self.checkpoint.fetch(self.part.name)
+        self.seen(tensor.numel())
+        return tensor
+
+    def blocks(self) -> QuantisedBlocks | None:
+        blocks = self.checkpoint.blocks(self.part.name)
+        if blocks is not None:
+            self.seen(torch.Size(self.shape).numel())
+        return blocks
+
+
 class _Loader:
-    def __init__(
-        self,
-        config: ModelConfig,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        device: torch.device,
-        progress: Progress,
-    ) -> None:
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, maker: WeightMaker, progress: Progress) -> None:
         self._config = config
         self._checkpoint = checkpoint
-        self._dtype = dtype
-        self._device = device
+        self._maker = maker
         self._progress = progress
         self._done = 0
-        self.total = weight_bytes(config, dtype.itemsize)
+        self.total = weight_bytes(config, maker.dtype.itemsize)
 
     def weights(self) -> DecoderWeights:
         config = self._config
-        embed = self._stacked([_Part(EMBED, (config.vocab_size, config.hidden_size))])
+        embed = self._maker.table(self._stored(_Part(EMBED, (config.vocab_size, config.hidden_size))))
         layers = tuple(self._layer(index) for index in range(config.num_hidden_layers))
-        norm = self._stacked([_Part(NORM, (config.hidden_size,))])
+        norm = self._maker.vector([self._stored(_Part(NORM, (config.hidden_size,)))])
         return DecoderWeights(embed, layers, norm, self._head(embed))
 
     def _layer(self, index: int) -> LayerWeights:
-        stacks = _layer_stacks(self._config, index)
         fields: dict[str, Any] = dict.fromkeys(LayerWeights.__slots__)
-        for name, parts in stacks.items():
-            fields[name] = self._stacked(parts)
+        for name, parts in _layer_stacks(self._config, index).items():
+            stored = [self._stored(part) for part in parts]
+            make = self._maker.vector if len(parts[0].shape) == 1 else self._maker.matrix
+            fields[name] = make(stored)
         return LayerWeights(**fields)
 
-    def _head(self, embed: Tensor) -> Tensor:
-        part = _Part(HEAD, (self._config.vocab_size, self._config.hidden_size))
-        if HEAD not in self._checkpoint.shapes:
-            return embed
-        head = self._stacked([part], counted=not self._config.tie_word_embeddings)
+    def _head(self, embed: Weight) -> Weight:
+        shape = (self._config.vocab_size, self._config.hidden_size)
+        tied = self._config.tie_word_embeddings
         # Some exporters write a tied head twice. A copy that differs is a head of its own, whatever the flag says.
-        return embed if self._config.tie_word_embeddings and torch.equal(head, embed) else head
+        copied = tied and HEAD in self._checkpoint.shapes
+        if copied and torch.equal(self._checkpoint.fetch(HEAD), self._checkpoint.fetch(EMBED)):
+            copied = False
+        if copied or not tied:
+            return self._maker.matrix([self._stored(_Part(HEAD, shape), counted=not tied)])
+        return self._maker.tied(embed, self._stored(_Part(EMBED, shape), counted=False))
 
-    def _stacked(self, parts: list[_Part], *, counted: bool = True) -> Tensor:
-        rows = sum(part.shape[0] for part in parts)
-        stacked = torch.empty((rows, *parts[0].shape[1:]), dtype=self._dtype, device=self._device)
-        start = 0
-        for part in parts:
-            target = stacked[start : start + part.shape[0]]
-            target.copy_(self._checkpoint.fetch(part.name))
-            start += part.shape[0]
-            if counted:
-                self._done += target.nbytes
-                self._progress(self._done, self.total)
-        return stacked
+    def _stored(self, part: _Part, *, counted: bool = True) -> _Stored:
+        return _Stored(self._checkpoint, part, self._seen if counted else _ignore)
+
+    def _seen(self, elements: int) -> None:
+        self._done += elements * self._maker.dtype.itemsize
+        self._progress(self._done, self.total)
+
+
+def _ignore(elements: int) -> None:
+    """A tensor that is read once more for another purpose does not count again."""
 
 
 def _layer_stacks(config: ModelConfig, index: int) -> dict[str, list[_Part]]:

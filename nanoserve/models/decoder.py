@@ -7,11 +7,15 @@ touches tensors only through ops, the cache, and views of op outputs, so that a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from nanoserve.models.config import ModelConfig
 from nanoserve.ops import CacheRows, Ops, Rotation, StepWindow
+
+if TYPE_CHECKING:
+    from nanoserve.ops import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +28,16 @@ class LayerWeights:
     """
 
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Tensor
+    o: Weight
     o_bias: Tensor | None
     post_attention_norm: Tensor
-    gate_up: Tensor
+    gate_up: Weight
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Weight
     down_bias: Tensor | None
 
 
@@ -41,15 +45,15 @@ class LayerWeights:
 class DecoderWeights:
     """embed and head are `[vocab, hidden]` and one tensor where the model ties them; final_norm is `[hidden]`."""
 
-    embed: Tensor
+    embed: Weight
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    head: Tensor
+    head: Weight
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights, a tied head counted once."""
-        tensors: list[Tensor | None] = [self.embed, self.final_norm]
+        tensors: list[Weight] = [self.embed, self.final_norm]
         if self.head is not self.embed:
             tensors.append(self.head)
         for layer in self.layers:

@@ -19,6 +19,7 @@ from nanoserve.errors import BadCheckpoint
 from nanoserve.gguf_file import GGUFFile
 from nanoserve.models.assembly import EMBED, HEAD, NORM
 from nanoserve.models.config import ModelConfig
+from nanoserve.ops import QuantisedBlocks
 
 QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 SUPPORTED = ("F32", "F16", "BF16", *QUANTISED)
@@ -69,9 +70,22 @@ class GGUFCheckpoint:
         stored = self._stored[name]
         tensor = self._file.tensors[stored]
         values = read_tensor(self._file.raw(stored), tensor.type_name, tensor.shape)
-        block = _BLOCK.fullmatch(stored)
-        heads = self._interleaved_heads.get(block[2]) if block else None
+        heads = self._heads_of(stored)
         return values if heads is None else undo_interleave(values, heads)
+
+    def blocks(self, name: str) -> QuantisedBlocks | None:
+        stored = self._stored[name]
+        tensor = self._file.tensors[stored]
+        if tensor.type_name not in QUANTISED or len(tensor.shape) != 2:
+            return None
+        heads = self._heads_of(stored)
+        order = None if heads is None else undo_interleave(torch.arange(tensor.shape[0]), heads).numpy()
+        return QuantisedBlocks(self._file.raw(stored), tensor.type_name, order)
+
+    def _heads_of(self, stored: str) -> int | None:
+        """How many heads the rows of a tensor are interleaved in; None if they are in order."""
+        block = _BLOCK.fullmatch(stored)
+        return self._interleaved_heads.get(block[2]) if block else None
 
 
 def read_tensor(raw: npt.NDArray[np.uint8], type_name: str, shape: tuple[int, ...]) -> Tensor:

@@ -78,3 +78,6 @@ class SafetensorsCheckpoint:
         except (SafetensorError, OSError) as error:
             raise BadCheckpoint(f"{self.label(name)} cannot be read ({error}); download the file again") from error
         return tensor
+
+    def blocks(self, name: str) -> None:
+        """Safetensors holds floats only."""

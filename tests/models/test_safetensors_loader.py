@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoserve.errors import BadCheckpoint, ConfigError, OutOfMemory
-from nanoserve.models.assembly import assemble, weight_bytes
+from nanoserve.models.assembly import TorchWeights, assemble, weight_bytes
 from nanoserve.models.config import load_config
 from nanoserve.models.load import LoadedModel, load_model
 from nanoserve.models.safetensors_loader import SafetensorsCheckpoint
@@ -114,7 +114,7 @@ def test_dtype_is_refused_when_unknown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 bytes")])
 def test_remedy_is_named_when_the_weights_do_not_fit(error: Exception, tmp_path: Path) -> None:
-    with pytest.raises(OutOfMemory, match=r"bytes of weights do not fit on cpu; .*--dtype"):
+    with pytest.raises(OutOfMemory, match=r"bytes of weights do not fit; .*--dtype"):
         assemble_failing_with(error, write_model(tmp_path / "model"))
 
 
@@ -132,8 +132,7 @@ def assemble_failing_with(error: Exception, folder: Path) -> None:
         assemble(
             load_config(source_of(folder)),
             checkpoint,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
+            maker=TorchWeights(torch.float32, torch.device("cpu")),
             progress=lambda done, total: None,
         )
 
