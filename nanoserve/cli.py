@@ -67,13 +67,14 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--device", default=default.device, help="auto, cpu, cuda, cuda:1")
     add("--threads", type=int, help="compute threads (default: one per core)")
     add("--max-model-len", type=int, help="tokens of prompt and answer together (default: the model's, at most 2048)")
-    add("--max-sequences", type=int, default=default.max_sequences, help="sequences that run at once")
+    add("--max-sequences", type=int, help="sequences that run at once (default: 32; 8 where the read is a rectangle)")
     add("--max-queued", type=int, default=default.max_queued, help="waiting sequences before requests are refused")
     add("--prefill-tokens", type=int, default=default.prefill_tokens, help="prompt tokens one step may compute")
     add("--block-size", type=int, default=default.block_size, help="tokens in a K/V block")
     add("--kv-memory", type=parse_bytes, dest="kv_memory_bytes", help="size of the K/V pool, such as 512M or 2G")
     add("--kv-memory-share", type=float, default=default.kv_memory_share, help="of free memory, without --kv-memory")
-    add("--attention-read", default=default.attention_read, choices=["rectangle", "paged"], help="how K/V is read")
+    add("--kernels", default=default.kernels, choices=["auto", "reference", "native"], help="what computes")
+    add("--attention-read", default=default.attention_read, choices=["auto", "rectangle", "paged"], help="of K/V")
     add("--width-multiple", type=int, default=default.width_multiple, help="widths are multiples of this")
     for name, text in (
         ("bucket-decode", "pad decode batches to a closed set of shapes"),

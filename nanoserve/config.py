@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-AttentionRead = Literal["rectangle", "paged"]
-GraphBackend = Literal["auto", "eager", "cuda", "native"]
+AttentionRead = Literal["auto", "rectangle", "paged"]
+Kernels = Literal["auto", "reference", "native"]
+GraphBackend = Literal["auto", "eager", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,9 @@ class EngineConfig:
     dtype              auto (fp32 on the CPU reference kernels, the checkpoint's own on an accelerator), or a name
     device             auto, cpu, cuda, cuda:0 …
     max_model_len      most tokens of prompt and answer together; None: the smaller of the model's and 2,048
-    max_sequences      table rows: sequences that run at once
+    max_sequences      table rows: sequences that run at once; None: 8 in the rectangle read, 32 in the paged read
+    kernels            auto: native on a CPU where they can be built, else reference
+    attention_read     auto: paged on the native kernels, else rectangle
     block_size         slots per block
     width_multiple     rectangle widths are multiples of this (tokens)
     prefill_tokens     prompt tokens one step may compute (the chunk budget)
@@ -39,13 +42,14 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     max_model_len: int | None = None
-    max_sequences: int = 8
+    max_sequences: int | None = None
     block_size: int = 16
     width_multiple: int = 128
     prefill_tokens: int = 512
     kv_memory_bytes: int | None = None
     kv_memory_share: float = 0.5
-    attention_read: AttentionRead = "rectangle"
+    attention_read: AttentionRead = "auto"
+    kernels: Kernels = "auto"
     graph_backend: GraphBackend = "auto"
     bucket_decode: bool = True
     persist_inputs: bool = True
@@ -59,3 +63,9 @@ class EngineConfig:
     paranoid: bool = False
     max_queued: int = 1024
     threads: int | None = None
+
+    @property
+    def sequences(self) -> int:
+        """`max_sequences`, once it has been chosen."""
+        assert self.max_sequences is not None, "max_sequences is still open"
+        return self.max_sequences

@@ -17,6 +17,8 @@ RANKS: list[list[str]] = [
     ["nanoserve.llm"],
     ["nanoserve.build"],
     ["nanoserve.readiness"],
+    ["nanoserve.runners"],
+    ["nanoserve.choices"],
     ["nanoserve.async_engine"],
     ["nanoserve.boot", "nanoserve.engine_thread", "nanoserve.live", "nanoserve.stream"],
     ["nanoserve.output", "nanoserve.intake"],

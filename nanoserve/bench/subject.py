@@ -17,7 +17,8 @@ from torch import Tensor
 
 from nanoserve import __version__
 from nanoserve.boot import BootProgress
-from nanoserve.build import assemble, check_config, pick_backend, pick_device, pick_dtype, plan_pool
+from nanoserve.build import assemble, plan_pool
+from nanoserve.choices import choose, pick_backend, pick_device, pick_dtype
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Engine
 from nanoserve.errors import ConfigError
@@ -78,6 +79,7 @@ class Subject:
             threads=args.threads,
             graph_backend=args.graph_backend,
             attention_read="rectangle",
+            kernels="reference",
             width_multiple=args.width_multiple,
             self_test_seconds=0.0,
         )
@@ -105,16 +107,15 @@ class Subject:
                 "lower --prompt-tokens or --generated"
             )
         config = replace(self.config, max_sequences=rows, max_model_len=tokens, prefill_tokens=rows * tokens)
-        check_config(config)
-        dtype = self.loaded.dtype
-        pool = plan_pool(config, self.loaded.config, dtype, self.device)
+        choices = choose(config)
+        pool = plan_pool(choices, self.loaded.config, self.loaded.dtype)
         if pool.capacity_tokens < rows * tokens:
             raise ConfigError(
                 f"the K/V pool holds {pool.capacity_tokens:,} tokens; the measurement needs {rows * tokens:,}; "
                 "lower --rows, --prompt-tokens or --generated"
             )
-        engine = assemble(config, self.loaded, pool, Metrics(__version__), self.device, backend=self.backend)
-        return engine, config, pool
+        engine = assemble(choices, self.loaded, pool, Metrics(__version__), backend=self.backend)
+        return engine, choices.config, pool
 
     def warm(self, engine: Engine, config: EngineConfig, pool: KVPoolPlan) -> Readiness:
         """Warm an engine as a server's start does: priced, recorded, proved."""

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from nanoserve.kernels import native_lib as lib
+from nanoserve.kernels.memory import lazy_zeros
 from nanoserve.kernels.native_arena import Arena
 from nanoserve.kernels.native_pack import PackedMatrix
+from nanoserve.kernels.native_weights import PackedStack
 from nanoserve.ops import SamplingWindow, StepWindow
 
 FUSES_QUANTS = (lib.NormRecord, lib.AttentionRecord, lib.GatherRecord, lib.GateRecord)
@@ -88,6 +90,11 @@ class Recorder:
         self._planned = False
         self._scratch_bytes = 0
 
+    @property
+    def arena_bytes(self) -> int:
+        """The most the arena ever held at once."""
+        return self._arena.peak
+
     def finish(self) -> Program:
         """What was recorded since the last call."""
         array = (lib.Record * max(len(self._records), 1))()
@@ -121,23 +128,47 @@ class Recorder:
         assert total is not None
         return out, total
 
-    def linear(self, x: Tensor, weight: PackedMatrix, bias: Tensor | None = None) -> Tensor:
-        rows = x.shape[0]
+    def linear(self, x: Tensor, weight: PackedMatrix | PackedStack, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, PackedStack):
+            return self._stacked_linear(x, weight, bias)
+        record, source = self._linear_record(x, weight, bias)
+        out = self._output(record, x.shape[0], weight.rows, self._value(x).live)
+        del source  # only now may its place be taken: the record reads it while it writes the output
+        return out
+
+    def _linear_record(
+        self, x: Tensor, weight: PackedMatrix, bias: Tensor | None
+    ) -> tuple[lib.LinearRecord, Tensor]:
+        """(the record without its output, the tensor it reads)."""
         record = lib.LinearRecord(
             w=self._matrix(weight), bias=self._at(bias), x_ld=x.stride(0), out_ld=weight.rows, gate=-1
         )
-        live = self._value(x).live
-        taken: Tensor | None = None  # held until the output has its place, which must not be the input's
         if weight.kind is lib.Kind.BF16:
-            taken = self._halves(x)
-            record.halves = taken.data_ptr()
-        elif weight.kind.is_dense:
+            rows, cols = x.shape
+            halves = self._arena.tensor(rows, cols + cols % 2, torch.bfloat16)
+            quant = lib.QuantRecord(x=self._read(x), halves=halves.data_ptr(), x_ld=x.stride(0), cols=cols)
+            self._append(quant, rows, self._value(x).live)
+            record.halves = halves.data_ptr()
+            return record, halves
+        if weight.kind.is_dense:
             record.x = self._read(x)
-        else:
-            taken = self._quants(x)
-            record.quants = taken.data_ptr()
-        out = self._output(record, rows, weight.rows, live)
-        del taken
+            return record, x
+        quants = self._quants(x)
+        record.quants = quants.data_ptr()
+        return record, quants
+
+    def _stacked_linear(self, x: Tensor, weight: PackedStack, bias: Tensor | None) -> Tensor:
+        """One record for each part, each into its own columns of one output."""
+        rows, cols, live = x.shape[0], weight.rows, self._value(x).live
+        out = self._arena.tensor(rows, cols, torch.float32, self._forget)
+        self._values[out.data_ptr()] = _Value(None, live)
+        start = 0
+        for part in weight.parts:
+            columns = out[:, start : start + part.rows]
+            record, _ = self._linear_record(x, part, None if bias is None else bias[start : start + part.rows])
+            record.out, record.out_ld = columns.data_ptr(), cols
+            self._append(record, rows, live)
+            start += part.rows
         return out
 
     def logits(self, x: Tensor, weight: PackedMatrix) -> Tensor:
@@ -149,7 +180,7 @@ class Recorder:
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gated(gate_up, lib.Gate.GELU)
 
-    def rope_and_write(
+    def record_rope(
         self,
         qkv: Tensor,
         step: StepWindow,
@@ -173,7 +204,7 @@ class Recorder:
         self._append(record, qkv.shape[0], self._value(qkv).live)
         return qkv[:, : heads * head_dim].unflatten(1, (heads, head_dim))
 
-    def paged_attention(
+    def record_attention(
         self,
         q: Tensor,
         step: StepWindow,
@@ -199,6 +230,14 @@ class Recorder:
         queries = max(lib.MAX_QUERIES, heads // kv_heads)
         self._need(queries * (lib.SPLIT * 6 + head_dim * 10 + 6 * 4))
         return self._output(record, rows, heads * head_dim, live)
+
+    def keep(self, x: Tensor, place: Tensor) -> None:
+        """The op that made x, which must be the last one, leaves it in `place` instead."""
+        value = self._value(x)
+        assert self._records, "nothing was recorded that could be kept"
+        assert value.record is self._records[-1], "only the last op's output can be kept"
+        value.record.out = self._at(place)
+        value.reads += 1
 
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         record = lib.GatherRecord(x=self._read(x), index=self._at(rows), x_ld=x.stride(0), cols=x.shape[1])
@@ -323,7 +362,12 @@ class Recorder:
             value.record.out = None
 
     def _value(self, x: Tensor) -> _Value:
-        return self._values[x.untyped_storage().data_ptr()]
+        """What is known of an op's output; of a tensor that another program left, nothing."""
+        value = self._values.get(x.untyped_storage().data_ptr())
+        if value is None:
+            self._keep.append(x)
+            return _Value(None, None)
+        return value
 
     def _read(self, x: Tensor) -> int:
         self._value(x).reads += 1
@@ -352,6 +396,6 @@ def _address(tensor: Tensor | None) -> int | None:
 def new_kv_store(slots: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """(keys `[blocks, kv_heads, head_dim/2, 16, 2]`, values `[blocks, kv_heads, 8, head_dim, 2]`), bf16, zero."""
     blocks = -(-slots // lib.ROWS)
-    keys = torch.zeros((blocks, kv_heads, head_dim // 2, lib.ROWS, 2), dtype=torch.bfloat16)
-    values = torch.zeros((blocks, kv_heads, lib.ROWS // 2, head_dim, 2), dtype=torch.bfloat16)
+    keys = lazy_zeros((blocks, kv_heads, head_dim // 2, lib.ROWS, 2), torch.bfloat16)
+    values = lazy_zeros((blocks, kv_heads, lib.ROWS // 2, head_dim, 2), torch.bfloat16)
     return keys, values

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoserve.kernels.memory import lazy_zeros
 from nanoserve.kernels.sampling import sample_rows
 from nanoserve.ops import Rectangle, Rotation, SamplingWindow, StepWindow
 
@@ -75,7 +76,7 @@ class ReferenceOps:
         self, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> KVStore:
         shape = (slots, kv_heads, head_dim)
-        return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+        return lazy_zeros(shape, dtype, device), lazy_zeros(shape, dtype, device)
 
     def rope_and_write(self, qkv: Tensor, store: KVStore, step: StepWindow, rotation: Rotation) -> Tensor:
         rows, heads, kv_heads, head_dim = qkv.shape[0], rotation.heads, rotation.kv_heads, rotation.head_dim

@@ -5,7 +5,7 @@ Each raises GateError with the actual value and the limit; none changes anything
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,12 +41,18 @@ def check_warm_writes_sink(plan: DecodePlan, sink_slot: int) -> None:
             raise GateError(f"row {row} of a warm plan writes to slot {slot}; only the sink {sink_slot} is legal")
 
 
-def check_warm_touches_nothing(before: Tensor, after: Tensor, sink_slot: int) -> None:
-    """K/V `[slots, …]` outside the sink block is what it was; NaN equals NaN."""
+def check_warm_touches_nothing(
+    before: Tensor, after: Tensor, sink_slot: int, *, slots: Sequence[int] | None = None
+) -> None:
+    """K/V `[slots, …]` outside the sink block is what it was; NaN equals NaN.
+
+    The tensors hold slots 0, 1, …, or those listed, and from index `sink_slot` on the sink's, which may change.
+    """
     kept, now = before[:sink_slot], after[:sink_slot]
     same = (kept == now) | (kept.isnan() & now.isnan())
     if not bool(same.all()):
-        slot = int(torch.nonzero(~same.flatten(1).all(1))[0])
+        index = int(torch.nonzero(~same.flatten(1).all(1))[0])
+        slot = index if slots is None else slots[index]
         raise GateError(f"a warm plan changed K/V slot {slot}; only slots from the sink {sink_slot} on may change")
 
 

@@ -20,6 +20,7 @@ from nanoserve.errors import GateError
 from nanoserve.warmup.gates import check_warm_touches_nothing
 
 PROMPT_TOKENS = 5
+WATCHED_SLOTS = 4096
 RELATIVE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Of the largest logit: what other summation orders of the same product may differ by."""
 WIDEST_TOLERANCE = max(RELATIVE_TOLERANCE.values())
@@ -112,14 +113,17 @@ def padding_self_test(
 
 def _probe_untouched(prober: Prober, shape: Shape, slots: list[int]) -> Tensor:
     """The row's logits in a batch of `shape`. Raises GateError if the batch changed K/V that is not the row's."""
-    cache, slot = prober.cache, slots[-1]
+    cache = prober.cache
     layers = sorted({0, cache.num_layers - 1})
-    before = [cache.snapshot(layer) for layer in layers]
+    # Both ends of the pool: where an index that is off, or counts from the end, would write. The row's own slot is left
+    # out: its logits tell about it.
+    ends = {*range(WATCHED_SLOTS), *range(cache.sink_slot - WATCHED_SLOTS, cache.sink_slot)} - {slots[-1]}
+    watched = sorted(slot for slot in ends if 0 <= slot < cache.sink_slot)
+    before = [cache.read(layer, watched) for layer in layers]
     logits = prober.probe_decode(shape, slots)
     for layer, sides in zip(layers, before, strict=True):
-        for kept, now in zip(sides, cache.snapshot(layer), strict=True):
-            kept[slot] = now[slot]  # the row's own write, which its logits tell about
-            check_warm_touches_nothing(kept, now, cache.sink_slot)
+        for kept, now in zip(sides, cache.read(layer, watched), strict=True):
+            check_warm_touches_nothing(kept, now, len(watched), slots=watched)
     return logits
 
 

@@ -122,8 +122,8 @@ class Runner:
         x = residual = ops.embed(self.embed, step)
         x = ops.rms_norm(residual, self.norm, 1e-5)
         for layer, store in zip(self.layers, self.stores, strict=True):
-            q = ops.rope_and_write(ops.linear(x, layer["qkv"]), step, self.cos, self.sin, store, heads=model.heads)
-            attended = ops.paged_attention(q, step, self.table, store, scale=model.head_dim**-0.5, window=model.window)
+            q = ops.record_rope(ops.linear(x, layer["qkv"]), step, self.cos, self.sin, store, heads=model.heads)
+            attended = ops.record_attention(q, step, self.table, store, scale=model.head_dim**-0.5, window=model.window)
             x, residual = ops.add_rms_norm(ops.linear(attended, layer["o"]), residual, self.norm, 1e-5)
             x = ops.linear(ops.silu_mul(ops.linear(x, layer["gate_up"])), layer["down"])
             x, residual = ops.add_rms_norm(x, residual, self.norm, 1e-5)

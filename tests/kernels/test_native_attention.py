@@ -54,7 +54,7 @@ def attend(
     step.context_lens.copy_(torch.tensor([lens for _, lens in rows]))
     shape = q.shape
     (out,) = harness.run(
-        lambda r: r.paged_attention(
+        lambda r: r.record_attention(
             feed(r, q.flatten(1)).unflatten(1, shape[1:]), step, pool.table, pool.store, scale=0.11, window=window
         )
     )

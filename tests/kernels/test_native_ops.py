@@ -140,7 +140,7 @@ def test_rope_rotates_halves_and_writes_the_cache(harness: Harness, head_dim: in
     step.write_slots.copy_(torch.tensor([0, 47, 17, 16, 31]))
     store = new_kv_store(48, kv_heads, head_dim)
     (q,) = harness.run(
-        lambda r: r.rope_and_write(
+        lambda r: r.record_rope(
             feed(r, qkv), step, cos, sin, store, heads=heads, q_norm=norms[0], k_norm=norms[1], eps=1e-6
         )
     )
