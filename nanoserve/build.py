@@ -107,6 +107,8 @@ def prepare(
 ) -> Prepared:
     """Load the model, size the pool, wire the parts."""
     started = perf_counter()
+    if ops is not None or backend is not None:
+        config = replace(config, kernels="reference")
     choices = choose(config)
     source = resolve(config.model)
     torch.set_num_threads(config.threads or cores())

@@ -66,7 +66,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default=default.dtype, choices=["auto", "float32", "bfloat16", "float16"], help="of the weights")
     add("--device", default=default.device, help="auto, cpu, cuda, cuda:1")
     add("--threads", type=int, help="compute threads (default: one per core)")
-    add("--max-model-len", type=int, help="tokens of prompt and answer together (default: the model's, at most 2048)")
+    add("--max-model-len", type=int, help="tokens of prompt and answer together (default: the model's)")
     add("--max-sequences", type=int, help="sequences that run at once (default: 32; 8 where the read is a rectangle)")
     add("--max-queued", type=int, default=default.max_queued, help="waiting sequences before requests are refused")
     add("--prefill-tokens", type=int, default=default.prefill_tokens, help="prompt tokens one step may compute")

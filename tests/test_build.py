@@ -11,16 +11,8 @@ import torch
 
 from nanoserve.backends import EagerBackend
 from nanoserve.boot import Booted, BootProgress
-from nanoserve.build import (
-    DEFAULT_MAX_MODEL_LEN,
-    build_engine,
-    check_config,
-    describe_plan,
-    pick_backend,
-    pick_device,
-    pick_dtype,
-    prepare,
-)
+from nanoserve.build import RECTANGLE_MODEL_LEN, build_engine, describe_plan, prepare
+from nanoserve.choices import check_config, pick_backend, pick_device, pick_dtype
 from nanoserve.config import EngineConfig
 from nanoserve.errors import ConfigError, ModelUnavailable, OutOfMemory
 from nanoserve.metrics import Metrics
@@ -37,7 +29,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_for(folder: Path, **fields: Any) -> EngineConfig:
-    defaults = {"device": "cpu", "max_sequences": 2, "max_model_len": 64, "block_size": 4, "width_multiple": 32}
+    defaults = {
+        "device": "cpu",
+        "kernels": "reference",
+        "max_sequences": 2,
+        "max_model_len": 64,
+        "block_size": 4,
+        "width_multiple": 32,
+    }
     return EngineConfig(model=str(folder), **{**defaults, "threads": 1, "self_test_seconds": 30.0, **fields})
 
 
@@ -175,7 +174,7 @@ def test_context_defaults_to_the_models_and_no_more_than_the_rectangle_affords(f
     quiet = {"max_model_len": None, "capture_decode": False}
     assert build(folder, **quiet)[0].intake.max_model_len == 512
     longer = write_folder(tmp_path / "longer", max_position_embeddings=4096)
-    assert build(longer, **quiet)[0].intake.max_model_len == DEFAULT_MAX_MODEL_LEN == 2048
+    assert build(longer, **quiet)[0].intake.max_model_len == RECTANGLE_MODEL_LEN == 2048
 
 
 # --- the dry run -----------------------------------------------------------------------------------------------------

@@ -57,6 +57,7 @@ def tiny_config(folder: Path, *, blocks: int = 64, **fields: Any) -> EngineConfi
         "width_multiple": 32,
         "prefill_tokens": 64,
         "kv_memory_bytes": (blocks + 1) * BLOCK * BYTES_PER_TOKEN,
+        "kernels": "reference",
         "warmup_seconds": 0.0,
         "paranoid": True,
         "threads": 1,

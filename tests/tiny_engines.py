@@ -21,6 +21,7 @@ from nanoserve.backends import EagerBackend
 from nanoserve.boot import BootProgress, Report
 from nanoserve.buckets import DecodeShape
 from nanoserve.build import assemble
+from nanoserve.choices import choose
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Engine
 from nanoserve.graphs import GraphBackend
@@ -95,9 +96,10 @@ def tiny_engine(
     """`fields` are EngineConfig's. `blocks` sizes the K/V pool; None: all that the table could ever use."""
     torch.set_num_threads(1)
     defaults = {"max_sequences": 4, "max_model_len": 64, "block_size": BLOCK, "width_multiple": 16, "paranoid": True}
-    config = EngineConfig(**{"device": "cpu", "self_test_seconds": 30.0, **defaults, **fields})
+    config = EngineConfig(**{"device": "cpu", "kernels": "reference", "self_test_seconds": 30.0, **defaults, **fields})
     model, metrics = tiny_model(layers, config.device), Metrics("test")
     assert config.max_model_len is not None
+    assert config.max_sequences is not None
     num_blocks = blocks or config.max_sequences * -(-config.max_model_len // config.block_size)
     pool_plan = KVPoolPlan(
         num_blocks=num_blocks,
@@ -110,9 +112,10 @@ def tiny_engine(
         max_sequences=config.max_sequences,
         limited_by="the test",
     )
-    engine = assemble(config, model, pool_plan, metrics, torch.device(config.device), ops=ops, backend=backend)
+    choices = choose(config)
+    engine = assemble(choices, model, pool_plan, metrics, ops=ops, backend=backend)
     facts = ModelFacts(model.config.num_attention_heads, model.config.vocab_size)
-    return Tiny(engine, config, metrics, facts)
+    return Tiny(engine, choices.config, metrics, facts)
 
 
 def prompts(count: int, tokens: int, *, max_tokens: int, seed: int = 0, **options: Any) -> list[Sequence]:

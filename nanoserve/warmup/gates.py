@@ -46,9 +46,9 @@ def check_warm_touches_nothing(
 ) -> None:
     """K/V `[slots, …]` outside the sink block is what it was; NaN equals NaN.
 
-    The tensors hold slots 0, 1, …, or those listed, and from index `sink_slot` on the sink's, which may change.
+    The tensors hold slots 0, 1, … and the sink's, which may change; or the listed ones, none of which is the sink's.
     """
-    kept, now = before[:sink_slot], after[:sink_slot]
+    kept, now = (before[:sink_slot], after[:sink_slot]) if slots is None else (before, after)
     same = (kept == now) | (kept.isnan() & now.isnan())
     if not bool(same.all()):
         index = int(torch.nonzero(~same.flatten(1).all(1))[0])

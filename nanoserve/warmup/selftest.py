@@ -123,7 +123,7 @@ def _probe_untouched(prober: Prober, shape: Shape, slots: list[int]) -> Tensor:
     logits = prober.probe_decode(shape, slots)
     for layer, sides in zip(layers, before, strict=True):
         for kept, now in zip(sides, cache.read(layer, watched), strict=True):
-            check_warm_touches_nothing(kept, now, len(watched), slots=watched)
+            check_warm_touches_nothing(kept, now, cache.sink_slot, slots=watched)
     return logits
 
 

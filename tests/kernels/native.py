@@ -12,8 +12,8 @@ from nanoserve.kernels import native_lib
 from nanoserve.kernels.native_arena import Arena
 from nanoserve.kernels.native_ops import Program, Recorder, new_kv_store, segments
 from nanoserve.kernels.native_pack import PackedMatrix
-from nanoserve.models.rope import rope_tables
 from nanoserve.models.config import RopeConfig
+from nanoserve.models.rope import rope_tables
 from nanoserve.ops import SamplingWindow, StepWindow
 
 MAX_ROWS = 256
