@@ -221,15 +221,15 @@ def test_background_recordings_wait_for_requests_and_are_counted_apart(folder: P
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_real_model_is_ready_in_time_and_wholly_covered_when_flags_are_the_defaults(tmp_path: Path) -> None:
+def test_real_model_is_ready_in_time_and_wholly_covered_when_flags_are_the_defaults() -> None:
     """20 s on two cores that have nothing else to do, from the start of the process to the first 200."""
     started = time.monotonic()
-    with served(tmp_path / "log") as server:
+    with served() as server:
         took = time.monotonic() - started
         warmup = server.get("/health")["warmup"]
         answer = server.post(TEXT, {"prompt": "Once", "max_tokens": 8, "temperature": 0}).json()
         graphs = server.get("/metrics")["graphs"]
-        log = server.text()
+        log = server.errors
     assert (warmup["uncovered"], warmup["trimmed"], warmup["self_test"]["verdict"]) == ([], 0, "passed")
     assert f"warmed {warmup['graphs']} graphs in " in log
     assert "every shape covered; padding self-test passed" in log
