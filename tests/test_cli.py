@@ -12,7 +12,7 @@ import pytest
 
 from nanoserve.cli import build_parser, engine_config, main, parse_bytes
 from nanoserve.config import EngineConfig
-from tests.tiny_engine import write_served_model
+from tests.tiny_folder import write_served_model
 
 
 @pytest.mark.parametrize(

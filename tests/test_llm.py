@@ -11,7 +11,8 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.errors import ContextLengthExceeded, InvalidRequest, ModelUnavailable
 from nanoserve.runner import Runner
 from nanoserve.sequence import StepPlan
-from tests.tiny_engine import tiny_config, write_served_model
+from tests.tiny_engine import tiny_config
+from tests.tiny_folder import write_served_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 HELLO = [{"role": "user", "content": "hello"}]
