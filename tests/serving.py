@@ -90,10 +90,12 @@ class Served:
         """Wait for the exit code."""
         return self.process.wait(seconds)
 
-    def stop(self, with_signal: int = signal.SIGTERM, seconds: float = END_SECONDS) -> int:
-        """Send a signal and return the exit code."""
-        if self.process.poll() is None:
-            self.process.send_signal(with_signal)
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def stop(self, seconds: float = END_SECONDS) -> int:
+        """SIGTERM, and the exit code."""
+        self.signal(signal.SIGTERM)
         return self.end(seconds)
 
     def kill(self) -> None:
