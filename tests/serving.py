@@ -20,6 +20,7 @@ import requests
 from tests.checkout import ROOT
 
 SERVE = (sys.executable, "serve.py")
+SCRIPTED = (sys.executable, "-m", "tests.server.scripted_server")
 END_SECONDS = 40.0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving import Served, served
+from tests.serving import SCRIPTED, Served, served
 
 CHROMIUM_ARGUMENTS = [
     "--headless",
@@ -28,7 +27,7 @@ CHROMIUM_ARGUMENTS = [
 
 def scripted(*flags: str, port: int | None = None) -> AbstractContextManager[Served]:
     """The scripted server, as soon as it answers."""
-    return served(*flags, command=(sys.executable, "-m", "tests.browser.scripted_server"), port=port, ready="/livez")
+    return served(*flags, command=SCRIPTED, port=port, ready="/livez")
 
 
 def until(check: Callable[[], Any], what: str, seconds: float = 10.0) -> Any:

@@ -24,12 +24,12 @@ from server.run import bind, exposure_warning, page_address, serve
 from tests.checkout import ROOT
 from tests.server.fake_engine import Script, ScriptedEngine
 from tests.server.support import CHAT, HELLO, error_of, payloads, serving, wait_until
-from tests.serving import Served, served
+from tests.serving import SCRIPTED, Served, served
 
 
 def process(*flags: str, ready: str | None = "/health") -> AbstractContextManager[Served]:
     """The scripted server as a process of its own."""
-    return served(*flags, command=(sys.executable, "-m", "tests.server.fake_app"), ready=ready)
+    return served(*flags, command=SCRIPTED, ready=ready)
 
 
 def endless(url: str) -> bytes:
@@ -118,10 +118,10 @@ def test_config_is_refused_when_a_value_cannot_work(options: dict[str, Any]) -> 
 
 
 def test_process_ends_with_the_boots_own_code_when_it_fails() -> None:
-    with process("--fail", "5", "--boot-seconds", "0.02", ready=None) as child:
+    with process("--boot-failure", "it is broken", "--boot-seconds", "0.02", ready=None) as child:
         code, errors = child.end(), child.errors
     assert code == 5
-    assert errors == "nanoserve: the scripted boot fails\n"
+    assert errors == "nanoserve: it is broken\n"
 
 
 def test_process_prints_the_page_address_when_ready() -> None:
