@@ -92,8 +92,10 @@ class Chat:
         until(lambda: self.state(index) == state, f"answer {index} is {state}", seconds)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def chromium(chromium_path: Path) -> Iterator[Any]:
+    """One browser for the tests of this folder, gone before others run: while Playwright's synchronous interface is up,
+    the main thread has a running event loop, in which no other can be started."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
