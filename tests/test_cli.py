@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -48,6 +49,16 @@ def test_chat_goes_on_after_a_refused_line_and_ends_at_an_empty_one(
     assert len(said.out) > len("> > \n> "), "the second line was answered"
     assert "nanoserve: the prompt is 235 tokens; the limit is 96" in said.err
     assert "Traceback" not in said.err
+
+
+def test_dry_run_prints_the_priced_plan_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_served_model(tmp_path / "tiny", num_hidden_layers=1)
+    flags = ["--max-model-len", "64", "--max-sequences", "2", "--width-multiple", "32", "--threads", "1"]
+    assert main(["serve", "--dry-run", "--model", str(folder), *flags]) == 0
+    pool, plan = capsys.readouterr().out.splitlines()
+    assert pool.startswith("K/V pool: ")
+    assert plan.startswith("warm-up: 4 of 4 shapes (rows <= 2, width <= 64)")
+    assert re.search(r"predicted [\d.]+ s and [\d.]+ MB$", plan)
 
 
 def test_error_is_one_line_and_its_own_code_when_the_model_is_missing(
