@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
+        from nanoserve.probe import share_cores
+
+        share_cores()
         from nanoserve.llm import LLM
 
         return LLM

@@ -11,7 +11,8 @@ from typing import Any
 from nanoserve import __version__
 from nanoserve.boot import Booted, Report
 from nanoserve.config import EngineConfig
-from nanoserve.errors import StartupError
+from nanoserve.errors import ClientError, StartupError
+from nanoserve.probe import share_cores
 
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
@@ -19,9 +20,7 @@ UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; the exit code. A StartupError is one line on stderr and its own code."""
     args = build_parser().parse_args(argv)
-    # Read once, when torch is imported. OpenMP's workers spin between operations by default: beside anything else that
-    # wants the cores, the event loop included, steps then take several times as long (docs/LOG.md).
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    share_cores()
     try:
         return int(args.run(args))
     except StartupError as error:
@@ -45,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_engine_flags(chat)
     chat.add_argument("--system", help="system prompt")
     chat.add_argument("--temperature", type=float, help="0 is greedy (default: the model's)")
-    chat.set_defaults(run=run_chat)
+    chat.set_defaults(run=run_chat, max_sequences=1)  # one conversation: no other row is ever decoded
     add_bench_parser(commands, formatter_class=_Formatter)
     return parser
 
@@ -202,5 +201,9 @@ def run_chat(args: argparse.Namespace) -> int:
                 answer += text
         except KeyboardInterrupt:
             pass
+        except ClientError as error:  # such as a conversation that has outgrown the context
+            print(f"nanoserve: {error}", file=sys.stderr)
+            history.pop()
+            continue
         print()
         history.append({"role": "assistant", "content": answer})

@@ -62,12 +62,13 @@ class LLM:
     """A loaded model. `LLM("smollm2-135m").generate(["Once upon a time"])`.
 
     model   a folder, a .gguf file, a hub id or a short name
-    config  an EngineConfig instead; other keyword arguments are its fields
+    config  an EngineConfig instead; other keyword arguments are its fields. Without one nothing is warmed
+            (`warmup_seconds=0`): nobody waits at a door, so a batch records the shapes it meets and no others
     Raises StartupError if the model cannot be loaded.
     """
 
     def __init__(self, model: str | None = None, *, config: EngineConfig | None = None, **fields: Any) -> None:
-        base = config or EngineConfig()
+        base = config or EngineConfig(warmup_seconds=0.0)
         if model is not None:
             fields["model"] = model
         self._config = replace(base, **fields)

@@ -1,4 +1,5 @@
-"""What the machine has to give: memory and cores. Reads the operating system, so that `memory` need not."""
+"""What the machine has to give: memory and cores, and how threads share them. Reads the operating system, so that
+`memory` need not."""
 
 from __future__ import annotations
 
@@ -19,6 +20,14 @@ def cores() -> int:
     """Cores this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def share_cores() -> None:
+    """Let OpenMP's workers sleep between operations, unless the operator has said otherwise. Spinning, which is the
+    default, makes steps take several times as long beside anything else that wants the cores, the event loop included
+    (docs/LOG.md). Read once, when torch is imported: no effect after that.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def _meminfo(key: str) -> int | None:

@@ -149,7 +149,8 @@ def make_ready(
     check_warm_budget(plan.predicted_bytes, plan.budget_bytes)
     for shape in (*plan.shapes, *plan.background):
         check_pool_budget(score_bytes(shape, num_heads=facts.num_heads), plan.budget_bytes)
-    with tqdm(total=len(plan.shapes), desc="warming", unit="graph", disable=not bar, dynamic_ncols=True) as meter:
+    hidden = not bar or not plan.shapes
+    with tqdm(total=len(plan.shapes), desc="warming", unit="graph", disable=hidden, dynamic_ncols=True) as meter:
 
         def progress(done: int, total: int, eta: float | None) -> None:
             meter.update(done - meter.n)

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Before torch is imported: suite, servers under test and browser share two cores (see nanoserve.cli.main).
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+from nanoserve.probe import share_cores
+
+share_cores()  # suite, servers under test and browser share two
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 REQUIRED_IN_CI = ("model", "browser")

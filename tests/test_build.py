@@ -18,14 +18,14 @@ from nanoserve.errors import ConfigError, ModelUnavailable, OutOfMemory
 from nanoserve.metrics import Metrics
 from nanoserve.request import Request, SamplingParams, TextPrompt
 from tests.tiny_engines import SlowBackend
-from tests.tiny_folder import VOCAB_SIZE, write_folder
+from tests.tiny_folder import EOS, VOCAB_SIZE, write_served_model
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("build") / "model")
+    return write_served_model(tmp_path_factory.mktemp("build") / "model", num_hidden_layers=1)
 
 
 def config_for(folder: Path, **fields: Any) -> EngineConfig:
@@ -154,7 +154,7 @@ def test_graphs_are_recorded_by_the_backend_that_is_handed_in(folder: Path) -> N
 
 def test_sampling_defaults_are_the_models_own(folder: Path, tmp_path: Path) -> None:
     assert build(folder)[0].sampling_defaults == {}
-    other = write_folder(tmp_path / "other")
+    other = write_served_model(tmp_path / "other", num_hidden_layers=1)
     (other / "generation_config.json").write_text('{"temperature": 0.3, "top_k": 7, "do_sample": true}')
     assert build(other)[0].sampling_defaults == {"temperature": 0.3, "top_k": 7}
 
@@ -163,7 +163,7 @@ def test_intake_knows_the_models_vocabulary_and_ends(folder: Path) -> None:
     prepared = prepare(config_for(folder), Metrics("test"), lambda progress: None, bar=False)
     request = Request("r", TextPrompt("x"), SamplingParams(max_tokens=3))
     (sequence,) = prepared.intake.sequences(request)
-    assert sequence.eos_token_ids == frozenset({256})
+    assert sequence.eos_token_ids == frozenset({EOS})
     assert prepared.facts.vocab_size == VOCAB_SIZE
     assert prepared.facts.num_heads == 4
     assert prepared.engine.runner.graphs is not None
@@ -173,7 +173,7 @@ def test_intake_knows_the_models_vocabulary_and_ends(folder: Path) -> None:
 def test_context_defaults_to_the_models_and_no_more_than_the_rectangle_affords(folder: Path, tmp_path: Path) -> None:
     quiet = {"max_model_len": None, "capture_decode": False}
     assert build(folder, **quiet)[0].intake.max_model_len == 512
-    longer = write_folder(tmp_path / "longer", max_position_embeddings=4096)
+    longer = write_served_model(tmp_path / "longer", num_hidden_layers=1, max_position_embeddings=4096)
     assert build(longer, **quiet)[0].intake.max_model_len == RECTANGLE_MODEL_LEN == 2048
 
 

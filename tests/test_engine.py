@@ -15,7 +15,8 @@ import torch
 from nanoserve.request import SamplingParams
 from nanoserve.sequence import Sequence
 from tests.models.tiny import token_ids
-from tests.tiny_engine import BARE, EAGER, UNPADDED, Ask, TinyEngine, close, params_of, tokens_of, write_served_model
+from tests.tiny_engine import BARE, EAGER, UNPADDED, Ask, TinyEngine, close, params_of, tokens_of
+from tests.tiny_folder import write_served_model
 
 PLAIN = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=12)
 

@@ -11,7 +11,8 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.errors import ContextLengthExceeded, InvalidRequest, ModelUnavailable
 from nanoserve.runner import Runner
 from nanoserve.sequence import StepPlan
-from tests.tiny_engine import tiny_config, write_served_model
+from tests.tiny_engine import tiny_config
+from tests.tiny_folder import write_served_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 HELLO = [{"role": "user", "content": "hello"}]
@@ -180,3 +181,10 @@ def test_model_can_be_used_again_when_a_batch_was_interrupted(folder: Path, at: 
 def test_model_argument_is_refused_in_one_line_when_there_is_no_such_model(tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable):
         LLM(str(tmp_path / "nothing here"))
+
+
+def test_only_the_shapes_of_a_batch_are_recorded_when_no_config_is_given(folder: Path) -> None:
+    llm = LLM(str(folder), max_model_len=96, width_multiple=32, threads=1)
+    assert llm.metrics.snapshot()["graphs"]["captured"] == 0
+    assert text_of(llm, "hello") != ""
+    assert llm.metrics.snapshot()["graphs"]["captured"] == 1

@@ -5,20 +5,18 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
-import time
-import urllib.error
-import urllib.request
 import venv
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import requests
 
 from tests.checkout import ROOT, project, read, run
+from tests.serving import served
 
 PACKAGES = ("nanoserve", "server", "web")
 
@@ -115,29 +113,8 @@ def test_import_brings_in_no_torch_when_only_the_package_is_imported(installed: 
 
 @pytest.mark.model
 def test_installed_command_serves_the_page_when_started_elsewhere(installed: Installed, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [str(installed.bin / "nanoserve"), "serve", "--port", str(port), "--max-model-len", "256"]
-    log = tmp_path / "log"
-    with log.open("w") as output, subprocess.Popen(command, cwd=tmp_path, stdout=output, stderr=output) as process:
-        try:
-            page = fetch(f"http://127.0.0.1:{port}/", process, log)
-            process.terminate()
-            assert process.wait(timeout=30) == 0, log.read_text()
-        finally:
-            process.kill()
+    command = (installed.bin / "nanoserve", "serve")
+    with served("--max-model-len", "256", command=command, cwd=tmp_path, ready="/") as server:
+        page = requests.get(server.url, timeout=10).content
+        assert server.stop() == 0, server.said
     assert page == (ROOT / "web/index.html").read_bytes()
-
-
-def fetch(url: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 30.0) -> bytes:
-    """The body, asked for again until the port is open."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
-                return bytes(answer.read())
-        except (urllib.error.URLError, ConnectionError):
-            assert process.poll() is None, f"exit {process.returncode}: {log.read_text()}"
-            assert time.monotonic() < deadline, f"no answer within {seconds} s: {log.read_text()}"
-            time.sleep(0.1)

@@ -1,15 +1,11 @@
-"""The real engine on a tiny random model: a folder that can be served, engines on it, and answers token by token."""
+"""The real engine on a tiny random model's folder, stepped by hand, and its answers token by token."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
 
 from nanoserve.boot import Booted, BootProgress
 from nanoserve.build import build_engine
@@ -18,32 +14,10 @@ from nanoserve.memory import kv_bytes_per_token
 from nanoserve.metrics import Metrics
 from nanoserve.request import Request, SamplingParams, TokenPrompt
 from nanoserve.sequence import NewToken, Sequence
-from nanoserve.tokens.pieces import byte_alphabet
 from tests.engines import SlotLists, check_mirror
-from tests.models.tiny import write_model
 
-SPECIALS = ["<s>", "</s>"]
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 BYTES_PER_TOKEN = kv_bytes_per_token(num_layers=3, num_kv_heads=2, head_dim=16, itemsize=4)
 BLOCK = 16
-
-
-def write_served_model(folder: Path, variant: str = "llama", **overrides: Any) -> Path:
-    """Weights, a byte-level tokenizer (ids 0 and 1 are special, then the 256 bytes) and a chat template.
-
-    The model has a few logits more than the tokenizer has tokens.
-    """
-    fields = {"vocab_size": 264, "bos_token_id": 0, "eos_token_id": 1} | overrides
-    write_model(folder, variant, **fields)
-    tokens = [*SPECIALS, *byte_alphabet()]
-    backend = Backend(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
-    backend.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 def tiny_config(folder: Path, *, blocks: int = 64, **fields: Any) -> EngineConfig:

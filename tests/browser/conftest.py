@@ -1,23 +1,18 @@
-"""A headless Chromium, pages that fail the test on any error they log, and servers run as processes."""
+"""A headless Chromium, pages that fail the test on any error they log, and the scripted server as a process."""
 
 from __future__ import annotations
 
 import re
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.checkout import ROOT
+from tests.serving import SCRIPTED, Served, served
 
 CHROMIUM_ARGUMENTS = [
     "--headless",
@@ -28,60 +23,11 @@ CHROMIUM_ARGUMENTS = [
     "--disable-sync",
     "--no-first-run",
 ]
-START_SECONDS = 30.0
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/livez", timeout=2):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-@dataclass
-class Server:
-    url: str
-    process: subprocess.Popen[bytes]
-
-    def kill(self) -> None:
-        """End it without a word to its clients."""
-        self.process.kill()
-        self.process.wait()
-
-    def end(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.kill()
-
-
-@contextmanager
-def serving(*command: str, port: int) -> Iterator[Server]:
-    """Run a server process and yield it once it answers; ended by SIGTERM, however the block ends."""
-    arguments = [sys.executable, *command, "--port", str(port)]
-    server = Server(f"http://127.0.0.1:{port}", subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.DEVNULL))
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while not answers(server.url):
-            code = server.process.poll()
-            assert code is None, f"{command} ended with {code} before it answered"
-            assert time.monotonic() < deadline, f"{command} did not answer within {START_SECONDS} s"
-            time.sleep(0.05)
-        yield server
-    finally:
-        server.end()
-
-
-def scripted(port: int, *arguments: str) -> AbstractContextManager[Server]:
-    return serving("-m", "tests.browser.scripted_server", *arguments, port=port)
+def scripted(*flags: str, port: int | None = None) -> AbstractContextManager[Served]:
+    """The scripted server, as soon as it answers."""
+    return served(*flags, command=SCRIPTED, port=port, ready="/livez")
 
 
 def until(check: Callable[[], Any], what: str, seconds: float = 10.0) -> Any:
@@ -146,8 +92,10 @@ class Chat:
         until(lambda: self.state(index) == state, f"answer {index} is {state}", seconds)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def chromium(chromium_path: Path) -> Iterator[Any]:
+    """One browser for the tests of this folder, gone before others run: while Playwright's synchronous interface is up,
+    the main thread has a running event loop, in which no other can be started."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -178,5 +126,5 @@ def open_chat(chromium: Any) -> Iterator[Callable[..., Chat]]:
 
 @pytest.fixture(scope="module")
 def scripted_url() -> Iterator[str]:
-    with scripted(free_port()) as server:
+    with scripted() as server:
         yield server.url

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.browser.conftest import Chat, free_port, scripted, until
+from tests.browser.conftest import Chat, scripted, until
+from tests.serving import free_port
 
 pytestmark = pytest.mark.browser
 Open = Callable[..., Chat]
@@ -134,7 +135,7 @@ def test_time_line_is_drawn_when_steps_run(open_chat: Open, scripted_url: str) -
 
 
 def test_boot_progress_is_shown_when_the_engine_loads(open_chat: Open) -> None:
-    with scripted(free_port(), "--boot-seconds", "0.25") as server:
+    with scripted("--boot-seconds", "0.25") as server:
         chat = open_chat(server.url)
         until(lambda: chat.shown("boot-stage") == "Recording graphs", "the boot bar")
         assert re.fullmatch(r"\d+ of 12", chat.shown("boot-count"))
@@ -157,7 +158,7 @@ def test_boot_progress_is_shown_when_the_engine_loads(open_chat: Open) -> None:
 
 def test_reason_stays_when_the_boot_fails_and_the_server_is_gone(open_chat: Open) -> None:
     message = "tensor output.weight is truncated"
-    with scripted(free_port(), "--boot-seconds", "0.15", "--boot-failure", message) as server:
+    with scripted("--boot-seconds", "0.15", "--boot-failure", message) as server:
         chat = open_chat(server.url)
         chat.provoked.append(GONE)
         assert server.process.wait(10) == 5
@@ -168,7 +169,7 @@ def test_reason_stays_when_the_boot_fails_and_the_server_is_gone(open_chat: Open
 
 def test_page_reconnects_when_the_server_comes_back(open_chat: Open) -> None:
     port = free_port()
-    with scripted(port) as server:
+    with scripted(port=port) as server:
         chat = open_chat(server.url).wait_ready()
         chat.provoked.append(GONE)
         chat.ask("Count for long")
@@ -180,7 +181,7 @@ def test_page_reconnects_when_the_server_comes_back(open_chat: Open) -> None:
     until(lambda: re.search(r"No connection: .*Next try in \d+ s\.", chat.shown("notice-text")), "the notice")
     assert chat.shown("link-text") == "reconnecting"
     assert not chat.tab.locator("#send").is_enabled()
-    with scripted(port):
+    with scripted(port=port):
         chat.wait_ready(15)
         assert not chat.tab.locator("#banner").is_visible()
         chat.ask("What is the capital of France?")
@@ -189,7 +190,7 @@ def test_page_reconnects_when_the_server_comes_back(open_chat: Open) -> None:
 
 
 def test_answer_says_so_when_the_server_shuts_down(open_chat: Open) -> None:
-    with scripted(free_port()) as server:
+    with scripted() as server:
         chat = open_chat(server.url).wait_ready()
         chat.provoked.append(GONE)
         chat.ask("Count for long")
@@ -257,7 +258,7 @@ def test_partial_answer_stays_when_the_engine_fails_under_it(open_chat: Open, sc
 
 
 def test_key_is_asked_for_when_the_socket_is_refused(open_chat: Open) -> None:
-    with scripted(free_port(), "--api-key", KEY) as server:
+    with scripted("--api-key", KEY) as server:
         chat = open_chat(server.url)
         chat.provoked.append("401|Authentication failed")
         until(lambda: chat.tab.locator("#key-form").is_visible(), "the key form")

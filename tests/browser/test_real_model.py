@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser.conftest import Chat, free_port, serving, until
+from tests.browser.conftest import Chat, until
+from tests.serving import served
 
 pytestmark = [pytest.mark.browser, pytest.mark.model]
 BOOT_SECONDS = 60.0
@@ -17,8 +18,7 @@ BOOT_SECONDS = 60.0
 @pytest.fixture(scope="module")
 def real_url(smollm2_path: Path) -> Iterator[str]:
     # Small enough that the warm-up is six graphs.
-    limits = ("--max-sequences", "4", "--max-model-len", "256")
-    with serving("serve.py", "--model", str(smollm2_path), *limits, port=free_port()) as server:
+    with served("--max-sequences", "4", "--max-model-len", "256", ready="/livez") as server:
         yield server.url
 
 

@@ -6,18 +6,13 @@ import json
 import re
 import shlex
 import shutil
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.checkout import ROOT, read, run
+from tests.checkout import read, run
+from tests.serving import served
 
 pytestmark = pytest.mark.model
 
@@ -30,34 +25,11 @@ def example(language: str, holding: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+def port() -> Iterator[int]:
     """A ready server's port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number = int(probe.getsockname()[1])
-    log = tmp_path_factory.mktemp("serve") / "log"
-    command = [sys.executable, "serve.py", "--port", str(number), "--max-model-len", "512"]
-    with log.open("w") as output, subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output) as process:
-        try:
-            wait_until_ready(number, process, log)
-            yield number
-            process.terminate()
-            assert process.wait(timeout=60) == 0, log.read_text()
-        finally:
-            process.kill()
-
-
-def wait_until_ready(port: int, process: subprocess.Popen[bytes], log: Path, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-                assert json.load(answer)["ready"] is True
-                return
-        except (urllib.error.URLError, ConnectionError):
-            assert process.poll() is None, f"exit {process.returncode}: {log.read_text()}"
-            assert time.monotonic() < deadline, f"not ready within {seconds} s: {log.read_text()}"
-            time.sleep(0.2)
+    with served("--max-model-len", "512") as server:
+        yield server.port
+        assert server.stop() == 0, server.said
 
 
 def test_curl_example_streams_an_answer_and_ends_with_done(port: int) -> None:

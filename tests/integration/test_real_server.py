@@ -7,7 +7,6 @@ import json
 import socket
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +19,8 @@ import websockets
 
 from nanoserve.source import resolve
 from nanoserve.tokens import load_tokenizer
-from tests.checkout import ROOT
-from tests.serving import Served, free_port, served
+from tests.checkout import ROOT, run
+from tests.serving import SERVE, Served, free_port, served
 
 pytestmark = pytest.mark.model
 
@@ -32,8 +31,8 @@ LIMITS = ("--max-sequences", "32", "--max-model-len", "384", "--paranoid", "--se
 
 
 @pytest.fixture(scope="module")
-def server(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(tmp_path_factory.mktemp("server") / "log", *LIMITS) as running:
+def server(smollm2_path: Path) -> Iterator[Served]:
+    with served(*LIMITS) as running:
         yield running
 
 
@@ -116,10 +115,7 @@ def test_blocks_are_back_within_two_seconds_when_a_client_is_killed(server: Serv
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
         client.sendall(head.encode() + body)
-        deadline = time.monotonic() + 10
-        while server.get("/metrics")["requests"]["running"] == 0:
-            assert time.monotonic() < deadline, "the request never ran"
-            time.sleep(0.02)
+        server.wait(lambda: server.get("/metrics")["requests"]["running"], "the request runs", 10)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close with RST
     server.wait_idle(2)
 
@@ -164,9 +160,8 @@ def test_bad_input_is_refused_and_the_server_serves_on(
     assert answer(server, "The capital of France is", 1) == " Paris"
 
 
-def test_streams_end_truly_and_exit_code_is_0_when_told_to_stop(tmp_path: Path, smollm2_path: Path) -> None:
-    flags = ("--max-sequences", "4", "--max-model-len", "512", "--drain-seconds", "1")
-    with served(tmp_path / "log", *flags) as server:
+def test_streams_end_truly_and_exit_code_is_0_when_told_to_stop(smollm2_path: Path) -> None:
+    with served("--max-sequences", "4", "--max-model-len", "512", "--drain-seconds", "1") as server:
         body = {"messages": QUESTION, "ignore_eos": True, "temperature": 0, "stream": True}
         with server.post(CHAT, body, stream=True) as response:
             lines = response.iter_lines(decode_unicode=True)
@@ -175,26 +170,23 @@ def test_streams_end_truly_and_exit_code_is_0_when_told_to_stop(tmp_path: Path, 
                 code = pool.submit(server.stop)
                 rest = [line for line in lines if line]
                 assert code.result() == 0
+        assert "Traceback" not in server.said
     assert rest[-1] == "data: [DONE]"
     last = json.loads(rest[-2].removeprefix("data: "))
     assert last["error"]["code"] == "draining" or last["choices"][0]["finish_reason"] == "length"
-    assert "Traceback" not in server.text()
 
 
-def test_exit_code_is_0_when_told_to_stop_while_warming(tmp_path: Path, smollm2_path: Path) -> None:
+def test_exit_code_is_0_when_told_to_stop_while_warming(smollm2_path: Path) -> None:
     """The engine thread is then inside native code, which the interpreter's own end would unwind and abort."""
-    with served(tmp_path / "log", wait=False) as server:
-        deadline = time.monotonic() + 60
-        while "warming" not in server.text():
-            assert time.monotonic() < deadline, server.text()
-            time.sleep(0.05)
+    with served(ready=None) as server:
+        server.wait(lambda: "warming" in server.errors, "the warm-up has begun", 60)
         assert server.stop() == 0
-    assert "terminate called" not in server.text()
+        assert "terminate called" not in server.said
 
 
 def test_a_taken_port_is_one_line_at_once(server: Served) -> None:
     started = time.monotonic()
-    done = serve_to_the_end("--port", str(server.port))
+    done = run(*SERVE, "--port", str(server.port))
     assert done.returncode == 3
     assert time.monotonic() - started < 2
     assert len(done.stderr.strip().splitlines()) == 1
@@ -203,14 +195,8 @@ def test_a_taken_port_is_one_line_at_once(server: Served) -> None:
 
 def test_a_missing_model_is_one_line_at_once(tmp_path: Path) -> None:
     started = time.monotonic()
-    done = serve_to_the_end("--port", str(free_port()), "--model", str(tmp_path / "none.gguf"))
+    done = run(*SERVE, "--port", str(free_port()), "--model", tmp_path / "none.gguf")
     assert done.returncode == 4
     assert time.monotonic() - started < 2
     assert len(done.stderr.strip().splitlines()) == 1
     assert "none.gguf" in done.stderr
-
-
-def serve_to_the_end(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "serve.py", *flags], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
-    )

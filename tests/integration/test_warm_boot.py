@@ -4,67 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from nanoserve.async_engine import AsyncEngine
-from nanoserve.backends import EagerBackend
-from nanoserve.boot import Booted, Report
-from nanoserve.build import build_engine
-from nanoserve.config import EngineConfig
 from nanoserve.engine import Engine
-from nanoserve.kernels.reference import ReferenceOps
-from nanoserve.metrics import Metrics
 from nanoserve.warmup import load_warm_list
-from tests.server.support import TEXT, Running, error_of, serving, wait_until
+from tests.server.support import TEXT, Running, error_of, wait_until
 from tests.serving import served
 from tests.tiny_engines import LeakyOps, SlowBackend, SlowOps
-from tests.tiny_folder import write_folder
+from tests.tiny_folder import write_served_model
+from tests.tiny_server import warm_server
 
 PROMPT = {"prompt": "hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 
-class Watched(AsyncEngine):
-    """Says of itself what the server's test helper asks an engine for."""
-
-    left = False
-    booted: Booted | None = None
-
-    @property
-    def stage(self) -> str:
-        return str(self.snapshot().health["status"])
-
-    async def __aexit__(self, *error: Any) -> None:
-        await super().__aexit__(*error)
-        self.left = True
-
-
-@contextmanager
-def warm_server(
-    folder: Path, *, ops: ReferenceOps | None = None, backend: EagerBackend | None = None, **fields: Any
-) -> Iterator[tuple[Running, Watched]]:
-    """The product's engine and server over a tiny model. Entered as soon as the port answers."""
-    defaults = {"device": "cpu", "max_sequences": 4, "max_model_len": 64, "block_size": 4, "width_multiple": 16}
-    defaults |= {"kernels": "reference", "threads": 1, "self_test_seconds": 30.0}
-    config = EngineConfig(model=str(folder), **{**defaults, **fields})
-    metrics = Metrics("test")
-
-    def boot(report: Report) -> Booted:
-        engine.booted = build_engine(config, metrics, report, bar=False, ops=ops, backend=backend)
-        return engine.booted
-
-    engine = Watched(boot, metrics, model_names=("tiny",), version="test")
-    with serving(cast(Any, engine), ready=False) as running:
-        yield running, engine
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("boot") / "tiny")
+    return write_served_model(tmp_path_factory.mktemp("boot") / "tiny", num_hidden_layers=1)
 
 
 def health(server: Running) -> dict[str, Any]:
@@ -222,15 +181,15 @@ def test_background_recordings_wait_for_requests_and_are_counted_apart(folder: P
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_real_model_is_ready_in_time_and_wholly_covered_when_flags_are_the_defaults(tmp_path: Path) -> None:
+def test_real_model_is_ready_in_time_and_wholly_covered_when_flags_are_the_defaults() -> None:
     """20 s on two cores that have nothing else to do, from the start of the process to the first 200."""
     started = time.monotonic()
-    with served(tmp_path / "log") as server:
+    with served() as server:
         took = time.monotonic() - started
         warmup = server.get("/health")["warmup"]
         answer = server.post(TEXT, {"prompt": "Once", "max_tokens": 8, "temperature": 0}).json()
         graphs = server.get("/metrics")["graphs"]
-        log = server.text()
+        log = server.errors
     assert (warmup["uncovered"], warmup["trimmed"], warmup["self_test"]["verdict"]) == ([], 0, "passed")
     assert f"warmed {warmup['graphs']} graphs in " in log
     assert "every shape covered; padding self-test passed" in log

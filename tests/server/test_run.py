@@ -9,10 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -23,54 +21,24 @@ from websockets.sync.client import ClientConnection, connect
 from nanoserve.errors import ConfigError, PortTaken
 from server.config import ServerConfig
 from server.run import bind, exposure_warning, page_address, serve
+from tests.checkout import ROOT
 from tests.server.fake_engine import Script, ScriptedEngine
 from tests.server.support import CHAT, HELLO, error_of, payloads, serving, wait_until
-
-ROOT = Path(__file__).parent.parent.parent
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.serving import SCRIPTED, Served, served
 
 
-class Process:
+def process(*flags: str, ready: str | None = "/health") -> AbstractContextManager[Served]:
     """The scripted server as a process of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "tests.server.fake_app", "--port", str(self.port), *arguments]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    def answers(self, path: str) -> bool:
-        try:
-            return requests.get(self.url + path, timeout=2).status_code == 200
-        except requests.ConnectionError:
-            return False
-
-    def end(self) -> tuple[int, str, str]:
-        output, errors = self.process.communicate(timeout=20)
-        return self.process.returncode, output, errors
-
-
-@contextmanager
-def process(*arguments: str, ready: bool = True) -> Iterator[Process]:
-    child = Process(*arguments)
-    try:
-        if ready:
-            wait_until(lambda: child.answers("/health"), 15)
-        yield child
-    finally:
-        if child.process.poll() is None:
-            child.process.kill()
-        child.process.communicate()
+    return served(*flags, command=SCRIPTED, ready=ready)
 
 
 def endless(url: str) -> bytes:
     body = {"messages": [{"role": "user", "content": "long"}], "stream": True}
     return requests.post(url + CHAT, json=body, timeout=20).content
+
+
+def running(child: Served) -> int:
+    return int(child.get("/metrics")["requests"]["running"])
 
 
 # --- binding
@@ -150,16 +118,16 @@ def test_config_is_refused_when_a_value_cannot_work(options: dict[str, Any]) -> 
 
 
 def test_process_ends_with_the_boots_own_code_when_it_fails() -> None:
-    with process("--fail", "5", "--boot-seconds", "0.02", ready=False) as child:
-        code, _, errors = child.end()
+    with process("--boot-failure", "it is broken", "--boot-seconds", "0.02", ready=None) as child:
+        code, errors = child.end(), child.errors
     assert code == 5
-    assert errors == "nanoserve: the scripted boot fails\n"
+    assert errors == "nanoserve: it is broken\n"
 
 
 def test_process_prints_the_page_address_when_ready() -> None:
     with process("--boot-seconds", "0.01") as child:
-        child.process.send_signal(signal.SIGTERM)
-        code, output, errors = child.end()
+        child.signal(signal.SIGTERM)
+        code, output, errors = child.end(), child.output, child.errors
     assert code == 0
     assert output.splitlines() == [
         f"nanoserve listens on {child.url}/ and loads the model behind it",
@@ -169,11 +137,10 @@ def test_process_prints_the_page_address_when_ready() -> None:
 
 
 def test_process_ends_at_once_when_it_is_told_to_while_booting() -> None:
-    with process("--boot-seconds", "30", ready=False) as child:
-        wait_until(lambda: child.answers("/livez"), 15)
-        child.process.send_signal(signal.SIGTERM)
+    with process("--boot-seconds", "30", ready="/livez") as child:
+        child.signal(signal.SIGTERM)
         started = time.monotonic()
-        assert child.end()[0] == 0
+        assert child.end() == 0
         assert time.monotonic() - started < 3
 
 
@@ -187,13 +154,13 @@ def test_streams_end_truly_and_the_code_is_0_when_a_signal_comes(number: signal.
         with connect(child.url.replace("http", "ws") + "/ws") as websocket:
             websocket.send('{"type":"generate","id":"a","prompt":"long","max_tokens":2000}')
             websocket.recv(timeout=5)
-            wait_until(lambda: requests.get(child.url + "/metrics", timeout=2).json()["requests"]["running"] == 6)
-            child.process.send_signal(number)
-            wait_until(lambda: requests.get(child.url + "/health", timeout=2).json()["status"] == "draining")
+            child.wait(lambda: running(child) == 6, "all run", 10)
+            child.signal(number)
+            child.wait(lambda: child.get("/health")["status"] == "draining", "the drain is said", 10)
             refused = requests.post(child.url + CHAT, json={"messages": [{"role": "user", "content": "x"}]}, timeout=2)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
             frames, close_code = _rest(websocket)
-        code, _, errors = child.end()
+        code, errors = child.end(), child.errors
         last = [payloads(stream.result())[-1] for stream in streams]
     assert [chunk["error"]["code"] for chunk in last] == ["draining"] * 5
     assert '"finish_reason":"draining"' in frames[-1]
@@ -213,12 +180,12 @@ def _rest(websocket: ClientConnection) -> tuple[list[str], int | None]:
 def test_second_signal_is_taken_for_the_first_when_it_comes_at_once() -> None:
     with process("--boot-seconds", "0.01", "--drain-seconds", "1.5") as child, ThreadPoolExecutor(1) as pool:
         stream = pool.submit(endless, child.url)
-        wait_until(lambda: requests.get(child.url + "/metrics", timeout=2).json()["requests"]["running"] == 1)
+        child.wait(lambda: running(child) == 1, "the stream runs", 10)
         started = time.monotonic()
-        child.process.send_signal(signal.SIGINT)
+        child.signal(signal.SIGINT)
         time.sleep(0.1)
-        child.process.send_signal(signal.SIGINT)
-        code, _, errors = child.end()
+        child.signal(signal.SIGINT)
+        code, errors = child.end(), child.errors
         assert payloads(stream.result())[-1]["error"]["code"] == "draining"
     assert (code, errors) == (0, "")
     assert time.monotonic() - started > 1.4
@@ -227,12 +194,12 @@ def test_second_signal_is_taken_for_the_first_when_it_comes_at_once() -> None:
 def test_streams_end_at_once_when_a_second_signal_comes_later() -> None:
     with process("--boot-seconds", "0.01", "--drain-seconds", "60") as child, ThreadPoolExecutor(1) as pool:
         stream = pool.submit(endless, child.url)
-        wait_until(lambda: requests.get(child.url + "/metrics", timeout=2).json()["requests"]["running"] == 1)
-        child.process.send_signal(signal.SIGTERM)
+        child.wait(lambda: running(child) == 1, "the stream runs", 10)
+        child.signal(signal.SIGTERM)
         time.sleep(1.1)
-        child.process.send_signal(signal.SIGTERM)
+        child.signal(signal.SIGTERM)
         started = time.monotonic()
-        code, _, errors = child.end()
+        code, errors = child.end(), child.errors
         assert payloads(stream.result())[-1]["error"]["code"] == "draining"
     assert (code, errors) == (0, "")
     assert time.monotonic() - started < 3
@@ -244,10 +211,10 @@ def test_process_ends_without_a_traceback_when_a_stream_is_never_read() -> None:
             body = b'{"prompt":"x","stream":true,"max_tokens":100000,"ignore_eos":true}'
             head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-            wait_until(lambda: requests.get(child.url + "/metrics", timeout=2).json()["requests"]["running"] == 1)
+            child.wait(lambda: running(child) == 1, "the stream runs", 10)
             time.sleep(0.5)
-            child.process.send_signal(signal.SIGTERM)
-            code, _, errors = child.end()
+            child.signal(signal.SIGTERM)
+            code, errors = child.end(), child.errors
     assert code == 0
     assert "Traceback" not in errors
 
@@ -287,8 +254,8 @@ def test_key_is_not_in_the_log_when_the_level_is_debug() -> None:
             pass
         with connect(url, subprotocols=["nanoserve.v1", f"nanoserve.key.{encoded}"]):
             pass
-        child.process.send_signal(signal.SIGTERM)
-        code, output, errors = child.end()
+        child.signal(signal.SIGTERM)
+        code, output, errors = child.end(), child.output, child.errors
     assert code == 0
     assert key not in output + errors
     assert encoded not in output + errors

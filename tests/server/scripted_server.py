@@ -1,7 +1,7 @@
-"""The real server over the scripted engine, as a process, with answers made for the page's tests.
+"""The real server over the scripted engine as a process, with answers made for the tests of process and page.
 
-`python -m tests.browser.scripted_server --port N [--boot-seconds S] [--api-key K]`: the last user message picks the
-answer; a boot takes 13 stages of S seconds.
+`python -m tests.server.scripted_server --port N [flags]`: the last user message, or the prompt, picks the answer; a
+boot takes 13 stages of `--boot-seconds`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from server.run import serve
 from tests.server.fake_engine import Boot, Script, ScriptedEngine
 
 STEP_SECONDS = 0.02
-DRAIN_SECONDS = 0.5
 GRAPHS = 12
 HOSTILE = (
     "<script>window.broken = 1</script><img src=x onerror='window.broken = 2'>\n\n"
@@ -25,9 +24,9 @@ HOSTILE = (
 
 def script(request: Request) -> Script:
     """What the page is answered. A piece is one token."""
-    assert isinstance(request.prompt, ChatPrompt)
-    messages, params = request.prompt.messages, request.params
-    question = messages[-1]["content"]
+    params, prompt = request.params, request.prompt
+    messages = prompt.messages if isinstance(prompt, ChatPrompt) else ()
+    question = messages[-1]["content"] if messages else str(prompt)
     pieces = ["The", " capital", " of", " France", " is", " Paris", "."]
     if "long" in question:
         pieces = [f"{number} " for number in range(1, 2001)]
@@ -46,14 +45,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--boot-seconds", type=float, default=0.0)
-    parser.add_argument("--boot-failure", help="message with which the boot ends")
+    parser.add_argument("--boot-failure", help="message with which the boot ends, with code 5")
     parser.add_argument("--api-key", action="append", default=[])
+    parser.add_argument("--drain-seconds", type=float, default=0.5)
+    parser.add_argument("--flood", action="store_true", help="answer with large tokens, as fast as they are read")
+    parser.add_argument("--log-level", default="warning")
     options = parser.parse_args()
     loading = ("loading", 70_000_000, 100_000_000, None)
     warming = [("warming", done, GRAPHS, (GRAPHS - done) * options.boot_seconds) for done in range(GRAPHS)]
     failure = (options.boot_failure, 5) if options.boot_failure else None
     engine = ScriptedEngine(script=script, boot=Boot([loading, *warming], options.boot_seconds, failure))
-    config = ServerConfig(port=options.port, api_keys=tuple(options.api_key), drain_seconds=DRAIN_SECONDS)
+    if options.flood:
+        engine.script = lambda request: Script(tokens=("x" * 100_000,), delay=0.001)
+    config = ServerConfig(
+        port=options.port,
+        api_keys=tuple(options.api_key),
+        drain_seconds=options.drain_seconds,
+        log_level=options.log_level,
+    )
     return serve(engine, config)
 
 
