@@ -112,15 +112,23 @@ static float *attention(program *p, float *qkv, int32_t heads, int32_t kv_heads,
     int64_t *positions = keep((size_t)rows * sizeof *positions);
     const int64_t shift = draw((uint32_t)sequences);
     for (int64_t i = 0; i < slots; i++) table[i] = (i + shift * width) % slots;
+    uint8_t *taken = memset(keep((size_t)slots), 0, (size_t)slots);
     for (int32_t row = 0; row < rows; row++) {
         if (row && draw(3)) { /* the next token of the row before it */
             table_rows[row] = table_rows[row - 1];
             lens[row] = lens[row - 1] < width ? lens[row - 1] + 1 : width;
         }
         positions[row] = lens[row] ? lens[row] - 1 : 0;
-        write[row] = lens[row] ? table[table_rows[row] * width + positions[row]] : slots;
+        const int64_t slot = table[table_rows[row] * width + positions[row]];
+        if (lens[row] && !taken[slot]) {
+            taken[slot] = 1;
+            write[row] = slot;
+        } else { /* a sink of its own, so that a thread sanitizer sees only our races */
+            lens[row] = 0;
+            write[row] = slots + row;
+        }
     }
-    const size_t store = (size_t)(slots + NS_BLOCK) * (size_t)kv_heads * (size_t)dim * 2;
+    const size_t store = (size_t)(slots + (rows + NS_BLOCK - 1) / NS_BLOCK * NS_BLOCK) * (size_t)kv_heads * (size_t)dim * 2;
     uint16_t *keys = memset(keep(store), 0, store), *values = memset(keep(store), 0xff, store);
     ns_record *rope = add(p, NS_OP_ROPE);
     const ns_head head = rope->head;
@@ -186,7 +194,7 @@ static int run_one(ns_pool *pool)
                                      integers(n, 3), integers(n, 99), integers(n, (uint32_t)p.rows), tokens, vocab, 0};
     need(&p, ((size_t)vocab + 16) * 2 * 4);
     ns_record *remember = add(&p, NS_OP_REMEMBER);
-    remember->remember = (ns_remember_rec){remember->head, tokens, integers(n, 5), NULL, integers(5, 9)};
+    remember->remember = (ns_remember_rec){remember->head, tokens, integers(n, 5), NULL, integers(5, 9)}; /* one thread */
     const ns_segment segment = {p.records, p.count};
     if (ns_pool_reserve(pool, (int64_t)p.scratch)) return 1;
     for (int times = 0; times < 2; times++)
