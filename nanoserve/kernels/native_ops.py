@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanoserve.kernels import native_lib as lib
 from nanoserve.kernels.native_arena import Arena
-from nanoserve.kernels.native_pack import PackedMatrix
+from nanoserve.kernels.native_pack import PackedMatrix, StackedMatrix
 from nanoserve.ops import SamplingWindow, StepWindow
 
 FUSES_QUANTS = (lib.NormRecord, lib.AttentionRecord, lib.GatherRecord, lib.GateRecord)
@@ -121,26 +121,44 @@ class Recorder:
         assert total is not None
         return out, total
 
-    def linear(self, x: Tensor, weight: PackedMatrix, bias: Tensor | None = None) -> Tensor:
-        rows = x.shape[0]
+    def linear(self, x: Tensor, weight: PackedMatrix | StackedMatrix, bias: Tensor | None = None) -> Tensor:
+        """`[rows, out]`; x is taken as int8 groups of 32, as bf16 or as fp32, whichever the weight's kind multiplies."""
+        if isinstance(weight, StackedMatrix):
+            return self._stacked(x, weight, bias)
+        record, taken = self._product(x, weight, bias)
+        out = self._output(record, x.shape[0], weight.rows, self._value(x).live)
+        del taken  # held until the output had its place, which must not be the input's
+        return out
+
+    def _product(self, x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> tuple[Any, Tensor | None]:
+        """A record without an output, and the converted input it points at."""
         record = lib.LinearRecord(
             w=self._matrix(weight), bias=self._at(bias), x_ld=x.stride(0), out_ld=weight.rows, gate=-1
         )
-        live = self._value(x).live
-        taken: Tensor | None = None  # held until the output has its place, which must not be the input's
         if weight.kind is lib.Kind.BF16:
             taken = self._halves(x)
             record.halves = taken.data_ptr()
-        elif weight.kind.is_dense:
+            return record, taken
+        if weight.kind.is_dense:
             record.x = self._read(x)
-        else:
-            taken = self._quants(x)
-            record.quants = taken.data_ptr()
-        out = self._output(record, rows, weight.rows, live)
-        del taken
+            return record, None
+        taken = self._quants(x)
+        record.quants = taken.data_ptr()
+        return record, taken
+
+    def _stacked(self, x: Tensor, weight: StackedMatrix, bias: Tensor | None) -> Tensor:
+        rows, live, start = x.shape[0], self._value(x).live, 0
+        out = self._arena.tensor(rows, weight.rows, torch.float32, self._forget)
+        for part in weight.parts:
+            record, taken = self._product(x, part, None if bias is None else bias[start : start + part.rows])
+            record.out, record.out_ld = out[:, start:].data_ptr(), weight.rows
+            self._append(record, rows, live)
+            start += part.rows
+            del taken
+        self._values[out.data_ptr()] = _Value(None, live)
         return out
 
-    def logits(self, x: Tensor, weight: PackedMatrix) -> Tensor:
+    def logits(self, x: Tensor, weight: PackedMatrix | StackedMatrix) -> Tensor:
         return self.linear(x, weight)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ Formats as in github.com/ggml-org/ggml, ggml-common.h.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,34 @@ class PackedMatrix:
     @property
     def nbytes(self) -> int:
         return self.data.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedMatrix:
+    """Matrices of one input, stacked along the outputs, that cannot be one: their kinds differ, or their tiles are cut."""
+
+    parts: tuple[PackedMatrix, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def cols(self) -> int:
+        return self.parts[0].cols
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+def stack(parts: Sequence[PackedMatrix]) -> PackedMatrix | StackedMatrix:
+    """One matrix of all outputs, in order: one to the kernels too wherever its tiles can follow one another."""
+    whole = all(part.kind == parts[0].kind for part in parts) and not any(part.rows % LANES for part in parts[:-1])
+    if not whole:
+        return StackedMatrix(tuple(parts))
+    data = parts[0].data if len(parts) == 1 else torch.cat([part.data for part in parts])
+    return PackedMatrix(parts[0].kind, sum(part.rows for part in parts), parts[0].cols, data)
 
 
 @dataclass(frozen=True, slots=True)
