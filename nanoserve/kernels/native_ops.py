@@ -242,7 +242,10 @@ class Recorder:
 
     def remember(self, last_tokens: Tensor, table_rows: Tensor, tokens: Tensor, index: Tensor | None = None) -> None:
         record = lib.RememberRecord(
-            tokens=tokens.data_ptr(), table_rows=self._at(table_rows), index=self._at(index), last_tokens=self._at(last_tokens)
+            tokens=tokens.data_ptr(),
+            table_rows=self._at(table_rows),
+            index=self._at(index),
+            last_tokens=self._at(last_tokens),
         )
         self._append(record, tokens.shape[0], self._value(tokens).live)
 

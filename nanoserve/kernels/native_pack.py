@@ -78,7 +78,9 @@ class Groups:
     scales: tuple[Halves | Floats, ...]
 
 
-def pack_gguf(raw: Bytes, type_name: str, rows: int, cols: int, order: npt.NDArray[np.int64] | None = None) -> PackedMatrix:
+def pack_gguf(
+    raw: Bytes, type_name: str, rows: int, cols: int, order: npt.NDArray[np.int64] | None = None
+) -> PackedMatrix:
     """Repack a GGUF tensor's bytes; `order` takes its rows in another order (undoing Llama's interleaved heads).
 
     Raises BadCheckpoint for a type without a native layout.
@@ -242,7 +244,9 @@ def _q5_k(blocks: Bytes) -> Groups:
     scale, minimum = _k_scales(parts)
     pairs = parts[..., 48:].reshape(rows, -1, 4, 32)
     low = np.stack([pairs & 15, pairs >> 4], axis=3).reshape(rows, -1, 8, GROUP)
-    bits = np.unpackbits(parts[..., 16:48], axis=-1, bitorder="little").reshape(rows, -1, GROUP, 8).transpose(0, 1, 3, 2)
+    bits = (
+        np.unpackbits(parts[..., 16:48], axis=-1, bitorder="little").reshape(rows, -1, GROUP, 8).transpose(0, 1, 3, 2)
+    )
     values = np.ascontiguousarray(low | (bits << 4)).reshape(rows, -1, GROUP)
     return Groups(Kind.Q8MF, values.view(np.uint32), (_by_group(scale), _by_group(minimum)))
 

@@ -132,8 +132,9 @@ def test_a_gated_layer_is_the_gate_times_the_other_half(harness: Harness, gate: 
     out, product = harness.run(record)
     first, second = F.linear(as_int8(x), unpack(weight)).chunk(2, dim=-1)
     wanted = (F.silu(first) if gate == "silu" else F.gelu(first, approximate="tanh")) * second
-    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(product, F.linear(wanted, unpack(after)), rtol=1e-3, atol=1e-2)
+    # Torch may round a tie of the int8 groups the other way: one quantum of one product.
+    torch.testing.assert_close(out, wanted, rtol=1e-3, atol=2e-3 * float(wanted.abs().max()))
+    torch.testing.assert_close(product, F.linear(out, unpack(after)), rtol=1e-4, atol=1e-3)
 
 
 def test_a_gate_over_something_already_read_is_an_op_of_its_own(harness: Harness) -> None:

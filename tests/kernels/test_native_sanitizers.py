@@ -29,7 +29,11 @@ def build_driver(isa: str, sanitizer: str, folder: Path) -> Path:
 
 def run_driver(isa: str, sanitizer: str, folder: Path, count: int) -> None:
     done = subprocess.run(
-        [build_driver(isa, sanitizer, folder), "1", str(count)], capture_output=True, text=True, check=False, timeout=600
+        [build_driver(isa, sanitizer, folder), "1", str(count)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

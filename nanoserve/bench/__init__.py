@@ -1,0 +1,1 @@
+"""Measuring the engine: what `nanoserve bench` prints comes from here."""
