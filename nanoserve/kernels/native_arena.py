@@ -27,7 +27,9 @@ class Arena:
         try:
             self._memory = mmap.mmap(-1, size)
         except (OSError, ValueError) as error:
-            raise OutOfMemory(f"no {size:,} bytes of address space for a step's scratch ({error}); lower the step's rows") from error
+            raise OutOfMemory(
+                f"no {size:,} bytes of address space for a step's scratch ({error}); lower the step's rows"
+            ) from error
         self._bytes = (ctypes.c_uint8 * size).from_buffer(self._memory)
         self.size = size
         self.address = ctypes.addressof(self._bytes)
@@ -62,9 +64,7 @@ class Arena:
                 merged.append((at, size))
         self._free = merged
 
-    def tensor(
-        self, rows: int, cols: int, dtype: torch.dtype, released: Callable[[int], None] | None = None
-    ) -> Tensor:
+    def tensor(self, rows: int, cols: int, dtype: torch.dtype, released: Callable[[int], None] | None = None) -> Tensor:
         """`[rows, cols]`, uninitialised. Once the tensor and every view of it are gone, `released(address)` is called
         and its place is free."""
         nbytes = rows * cols * dtype.itemsize

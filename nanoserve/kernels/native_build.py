@@ -151,9 +151,7 @@ def _compile(compiler: Compiler, isa: str, work: Path) -> Path:
     objects = [work / f"{unit.stem}.o" for unit in units]
     # The slowest first, so that two cores end together.
     order = sorted(zip(units, objects, strict=True), key=lambda pair: -pair[0].stat().st_size)
-    running = [
-        _start([compiler.command, *flags, "-c", str(unit), "-o", str(made)]) for unit, made in order
-    ]
+    running = [_start([compiler.command, *flags, "-c", str(unit), "-o", str(made)]) for unit, made in order]
     _finish(running)
     library = work / "native.so"
     shared = "-dynamiclib" if sys.platform == "darwin" else "-shared"

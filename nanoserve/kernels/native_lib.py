@@ -91,7 +91,12 @@ class PlanRecord(_Struct):
 
 
 class EmbedRecord(_Struct):
-    _fields_ = [("head", Head), ("table", Matrix), *_pointers("ids", "table_rows", "last_tokens", "out"), ("ld", c_int64)]
+    _fields_ = [
+        ("head", Head),
+        ("table", Matrix),
+        *_pointers("ids", "table_rows", "last_tokens", "out"),
+        ("ld", c_int64),
+    ]
 
 
 class NormRecord(_Struct):
@@ -102,7 +107,13 @@ class NormRecord(_Struct):
 
 
 class QuantRecord(_Struct):
-    _fields_ = [("head", Head), *_pointers("x", "quants", "halves"), ("x_ld", c_int64), ("cols", c_int32), ("reserved", c_int32)]
+    _fields_ = [
+        ("head", Head),
+        *_pointers("x", "quants", "halves"),
+        ("x_ld", c_int64),
+        ("cols", c_int32),
+        ("reserved", c_int32),
+    ]
 
 
 class LinearRecord(_Struct):

@@ -18,8 +18,7 @@ from torch import Tensor
 from nanoserve.kernels import native_lib as lib
 from nanoserve.kernels.memory import lazy_zeros
 from nanoserve.kernels.native_arena import Arena
-from nanoserve.kernels.native_pack import PackedMatrix
-from nanoserve.kernels.native_weights import PackedStack
+from nanoserve.kernels.native_pack import PackedMatrix, StackedMatrix
 from nanoserve.ops import SamplingWindow, StepWindow
 
 FUSES_QUANTS = (lib.NormRecord, lib.AttentionRecord, lib.GatherRecord, lib.GateRecord)
@@ -128,50 +127,44 @@ class Recorder:
         assert total is not None
         return out, total
 
-    def linear(self, x: Tensor, weight: PackedMatrix | PackedStack, bias: Tensor | None = None) -> Tensor:
-        if isinstance(weight, PackedStack):
-            return self._stacked_linear(x, weight, bias)
-        record, source = self._linear_record(x, weight, bias)
+    def linear(self, x: Tensor, weight: PackedMatrix | StackedMatrix, bias: Tensor | None = None) -> Tensor:
+        """`[rows, out]`; x is taken as int8 groups of 32, as bf16 or as fp32, whichever the weight's kind multiplies."""
+        if isinstance(weight, StackedMatrix):
+            return self._stacked(x, weight, bias)
+        record, taken = self._product(x, weight, bias)
         out = self._output(record, x.shape[0], weight.rows, self._value(x).live)
-        del source  # only now may its place be taken: the record reads it while it writes the output
+        del taken  # held until the output had its place, which must not be the input's
         return out
 
-    def _linear_record(
-        self, x: Tensor, weight: PackedMatrix, bias: Tensor | None
-    ) -> tuple[lib.LinearRecord, Tensor]:
-        """(the record without its output, the tensor it reads)."""
+    def _product(self, x: Tensor, weight: PackedMatrix, bias: Tensor | None) -> tuple[Any, Tensor | None]:
+        """A record without an output, and the converted input it points at."""
         record = lib.LinearRecord(
             w=self._matrix(weight), bias=self._at(bias), x_ld=x.stride(0), out_ld=weight.rows, gate=-1
         )
         if weight.kind is lib.Kind.BF16:
-            rows, cols = x.shape
-            halves = self._arena.tensor(rows, cols + cols % 2, torch.bfloat16)
-            quant = lib.QuantRecord(x=self._read(x), halves=halves.data_ptr(), x_ld=x.stride(0), cols=cols)
-            self._append(quant, rows, self._value(x).live)
-            record.halves = halves.data_ptr()
-            return record, halves
+            taken = self._halves(x)
+            record.halves = taken.data_ptr()
+            return record, taken
         if weight.kind.is_dense:
             record.x = self._read(x)
-            return record, x
-        quants = self._quants(x)
-        record.quants = quants.data_ptr()
-        return record, quants
+            return record, None
+        taken = self._quants(x)
+        record.quants = taken.data_ptr()
+        return record, taken
 
-    def _stacked_linear(self, x: Tensor, weight: PackedStack, bias: Tensor | None) -> Tensor:
-        """One record for each part, each into its own columns of one output."""
-        rows, cols, live = x.shape[0], weight.rows, self._value(x).live
-        out = self._arena.tensor(rows, cols, torch.float32, self._forget)
-        self._values[out.data_ptr()] = _Value(None, live)
-        start = 0
+    def _stacked(self, x: Tensor, weight: StackedMatrix, bias: Tensor | None) -> Tensor:
+        rows, live, start = x.shape[0], self._value(x).live, 0
+        out = self._arena.tensor(rows, weight.rows, torch.float32, self._forget)
         for part in weight.parts:
-            columns = out[:, start : start + part.rows]
-            record, _ = self._linear_record(x, part, None if bias is None else bias[start : start + part.rows])
-            record.out, record.out_ld = columns.data_ptr(), cols
+            record, taken = self._product(x, part, None if bias is None else bias[start : start + part.rows])
+            record.out, record.out_ld = out[:, start:].data_ptr(), weight.rows
             self._append(record, rows, live)
             start += part.rows
+            del taken
+        self._values[out.data_ptr()] = _Value(None, live)
         return out
 
-    def logits(self, x: Tensor, weight: PackedMatrix) -> Tensor:
+    def logits(self, x: Tensor, weight: PackedMatrix | StackedMatrix) -> Tensor:
         return self.linear(x, weight)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -263,7 +256,10 @@ class Recorder:
 
     def remember(self, last_tokens: Tensor, table_rows: Tensor, tokens: Tensor, index: Tensor | None = None) -> None:
         record = lib.RememberRecord(
-            tokens=tokens.data_ptr(), table_rows=self._at(table_rows), index=self._at(index), last_tokens=self._at(last_tokens)
+            tokens=tokens.data_ptr(),
+            table_rows=self._at(table_rows),
+            index=self._at(index),
+            last_tokens=self._at(last_tokens),
         )
         self._append(record, tokens.shape[0], self._value(tokens).live)
 

@@ -7,7 +7,7 @@ Formats as in github.com/ggml-org/ggml, ggml-common.h.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +40,36 @@ class PackedMatrix:
         return self.data.nbytes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedMatrix:
+    """Matrices of one input, stacked along the outputs, that cannot be one: their kinds differ, or their tiles are cut."""
+
+    parts: tuple[PackedMatrix, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def cols(self) -> int:
+        return self.parts[0].cols
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+def stack(parts: Sequence[PackedMatrix]) -> PackedMatrix | StackedMatrix:
+    """One matrix of all outputs, in order: one to the kernels too wherever its tiles can follow one another."""
+    whole = all(part.kind == parts[0].kind for part in parts) and not any(part.rows % LANES for part in parts[:-1])
+    if not whole:
+        return StackedMatrix(tuple(parts))
+    if len(parts) == 1:
+        return parts[0]
+    data = torch.from_numpy(np.concatenate([part.data.numpy() for part in parts]))
+    return PackedMatrix(parts[0].kind, sum(part.rows for part in parts), parts[0].cols, data)
+
+
 @dataclass(frozen=True, slots=True)
 class Groups:
     """A quantised matrix by rows: quants `[rows, groups, words]`, where a word is four consecutive inputs (8 bits) or
@@ -50,7 +80,9 @@ class Groups:
     scales: tuple[Halves | Floats, ...]
 
 
-def pack_gguf(raw: Bytes, type_name: str, rows: int, cols: int, order: npt.NDArray[np.int64] | None = None) -> PackedMatrix:
+def pack_gguf(
+    raw: Bytes, type_name: str, rows: int, cols: int, order: npt.NDArray[np.int64] | None = None
+) -> PackedMatrix:
     """Repack a GGUF tensor's bytes; `order` takes its rows in another order (undoing Llama's interleaved heads).
 
     Raises BadCheckpoint for a type without a native layout.
@@ -214,7 +246,9 @@ def _q5_k(blocks: Bytes) -> Groups:
     scale, minimum = _k_scales(parts)
     pairs = parts[..., 48:].reshape(rows, -1, 4, 32)
     low = np.stack([pairs & 15, pairs >> 4], axis=3).reshape(rows, -1, 8, GROUP)
-    bits = np.unpackbits(parts[..., 16:48], axis=-1, bitorder="little").reshape(rows, -1, GROUP, 8).transpose(0, 1, 3, 2)
+    bits = (
+        np.unpackbits(parts[..., 16:48], axis=-1, bitorder="little").reshape(rows, -1, GROUP, 8).transpose(0, 1, 3, 2)
+    )
     values = np.ascontiguousarray(low | (bits << 4)).reshape(rows, -1, GROUP)
     return Groups(Kind.Q8MF, values.view(np.uint32), (_by_group(scale), _by_group(minimum)))
 

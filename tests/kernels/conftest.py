@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from nanoserve.errors import KernelBuildError
 from nanoserve.kernels import native_build, native_lib
@@ -18,6 +19,11 @@ def runnable(isa: str) -> bool:
         return native_build.pick_isa(FLAGS, isa) == isa
     except KernelBuildError:
         return False
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session", params=[isa for isa in native_build.ISAS if runnable(isa)])

@@ -153,7 +153,12 @@ class Runner:
     def whole(self, ids: list[int], table_row: int, chunk: int, rows: int | None = None) -> Tensor:
         """Logits of every position, computed `chunk` tokens at a time."""
         parts = [
-            self.step(ids[at : at + chunk], list(range(at, min(at + chunk, len(ids)))), [table_row] * len(ids[at : at + chunk]), rows)
+            self.step(
+                ids[at : at + chunk],
+                list(range(at, min(at + chunk, len(ids)))),
+                [table_row] * len(ids[at : at + chunk]),
+                rows,
+            )
             for at in range(0, len(ids), chunk)
         ]
         return torch.cat(parts)

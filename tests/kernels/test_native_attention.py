@@ -85,9 +85,7 @@ def test_attention_is_a_softmax_over_the_rows_context(
     harness: Harness, heads: int, kv_heads: int, head_dim: int, window: int | None, data: st.DataObject
 ) -> None:
     pool = make_pool(kv_heads, head_dim)
-    rows = data.draw(
-        st.lists(st.tuples(st.integers(0, SEQUENCES - 1), st.integers(0, WIDTH)), min_size=1, max_size=6)
-    )
+    rows = data.draw(st.lists(st.tuples(st.integers(0, SEQUENCES - 1), st.integers(0, WIDTH)), min_size=1, max_size=6))
     start = data.draw(st.integers(1, WIDTH - 20))
     rows += [(2, start + i) for i in range(data.draw(st.integers(0, 20)))]
     q = torch.randn(len(rows), heads, head_dim)
@@ -106,7 +104,10 @@ def test_a_rows_attention_has_the_same_bits_alone_in_a_chunk_and_on_any_number_o
     for harness in harnesses:
         assert torch.equal(attend(harness, pool, q, rows, window), whole)
         for size in (1, 2, 7, 16):
-            parts = [attend(harness, pool, q[at : at + size], rows[at : at + size], window) for at in range(0, len(rows), size)]
+            parts = [
+                attend(harness, pool, q[at : at + size], rows[at : at + size], window)
+                for at in range(0, len(rows), size)
+            ]
             assert torch.equal(torch.cat(parts), whole), (harness.pool.threads, size)
         harness.pool.close()
 

@@ -48,7 +48,9 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
     fake = tmp_path / "cc"
-    fake.write_text('#!/bin/sh\n[ "$1" = --version ] && echo fake 1.0 && exit 0\necho "x.c:1: error: no such thing"\nexit 1\n')
+    fake.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo fake 1.0 && exit 0\necho "x.c:1: error: no such thing"\nexit 1\n'
+    )
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     with pytest.raises(KernelBuildError, match="x.c:1: error: no such thing"):
         native_build.build("generic", folder=tmp_path / "cache", environ={"CC": str(fake), "PATH": os.defpath})
@@ -61,7 +63,8 @@ def test_two_processes_that_race_both_load_a_whole_library(tmp_path: Path) -> No
         "print(native_lib.load('generic', Path(sys.argv[1])).path)"
     )
     running = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) for _ in range(2)
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
     ]
     paths = {process.communicate(timeout=120)[0].strip() for process in running}
     assert [process.returncode for process in running] == [0, 0]

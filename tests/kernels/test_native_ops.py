@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanoserve.kernels.native_lib import Kind
 from nanoserve.kernels.native_ops import Recorder, new_kv_store
-from nanoserve.kernels.native_pack import NATIVE_TYPES, PackedMatrix, pack_dense, pack_gguf, unpack
+from nanoserve.kernels.native_pack import NATIVE_TYPES, PackedMatrix, pack_dense, pack_gguf, stack, unpack
 from nanoserve.kernels.reference import ReferenceOps
 from tests.kernels.native import Harness, plain_step
 from tests.kernels.test_native_pack import SIZES, random_blocks
@@ -98,6 +98,27 @@ def test_dense_linear_is_torchs(harness: Harness, dtype: torch.dtype, rows: int,
     torch.testing.assert_close(out, F.linear(seen, weight.float()), rtol=1e-4, atol=1e-4)
 
 
+def test_stacked_matrices_of_different_kinds_fill_one_output(harness: Harness) -> None:
+    parts = [quantised("Q4_K", 40, 256), quantised("Q6_K", 17, 256), pack_dense(torch.randn(5, 256).bfloat16())]
+    x, bias = torch.randn(6, 256), torch.randn(62)
+    stacked = stack(parts)
+    (out,) = harness.run(lambda r: r.linear(r.rms_norm(feed(r, x), torch.ones(256), 1e-5), stacked, bias))
+    wanted = []
+    for part, extra in zip(parts, bias.split([40, 17, 5]), strict=True):
+        wanted += harness.run(
+            lambda r, part=part, extra=extra: r.linear(r.rms_norm(feed(r, x), torch.ones(256), 1e-5), part, extra)
+        )
+    assert torch.equal(out, torch.cat(wanted, dim=1))
+
+
+def test_matrices_of_one_kind_are_stacked_into_one() -> None:
+    parts = [quantised("Q4_1", 32, 64), quantised("Q4_1", 24, 64, seed=1)]
+    made = stack(parts)
+    assert isinstance(made, PackedMatrix)
+    assert torch.equal(unpack(made), torch.cat([unpack(part) for part in parts]))
+    assert not isinstance(stack(parts[::-1]), PackedMatrix)
+
+
 @pytest.mark.parametrize("gate", ["silu", "gelu"])
 @pytest.mark.parametrize("inner", [32, 48, 20])
 def test_a_gated_layer_is_the_gate_times_the_other_half(harness: Harness, gate: str, inner: int) -> None:
@@ -111,8 +132,9 @@ def test_a_gated_layer_is_the_gate_times_the_other_half(harness: Harness, gate: 
     out, product = harness.run(record)
     first, second = F.linear(as_int8(x), unpack(weight)).chunk(2, dim=-1)
     wanted = (F.silu(first) if gate == "silu" else F.gelu(first, approximate="tanh")) * second
-    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(product, F.linear(wanted, unpack(after)), rtol=1e-3, atol=1e-2)
+    # Torch may round a tie of the int8 groups the other way: one quantum of one product.
+    torch.testing.assert_close(out, wanted, rtol=1e-3, atol=2e-3 * float(wanted.abs().max()))
+    torch.testing.assert_close(product, F.linear(out, unpack(after)), rtol=1e-4, atol=1e-3)
 
 
 def test_a_gate_over_something_already_read_is_an_op_of_its_own(harness: Harness) -> None:

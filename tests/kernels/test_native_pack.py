@@ -15,7 +15,16 @@ from nanoserve.gguf_file import TENSOR_TYPES
 from nanoserve.kernels.native_pack import NATIVE_TYPES, pack_dense, pack_gguf, unpack
 
 SIZES = {name: (elements, nbytes) for name, elements, nbytes in TENSOR_TYPES.values()}
-SCALES_AT = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+SCALES_AT = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
 
 
 def random_blocks(name: str, rows: int, blocks: int, seed: int = 0) -> np.ndarray:

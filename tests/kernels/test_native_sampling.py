@@ -80,7 +80,9 @@ def test_top_p_keeps_the_entry_that_crosses_the_mass(harness: Harness) -> None:
 
 def test_frequencies_are_the_probabilities(harness: Harness) -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125])
-    tokens = sample(harness, probabilities.log().repeat(20_000, 1)[:200], window(200, temperature=1.0), torch.arange(200))
+    tokens = sample(
+        harness, probabilities.log().repeat(20_000, 1)[:200], window(200, temperature=1.0), torch.arange(200)
+    )
     counts = torch.bincount(tokens, minlength=4).float() / 200
     assert (counts - probabilities).abs().max() < 0.12
 

@@ -15,7 +15,12 @@
 #include <stdint.h>
 #include <string.h>
 
+/* The generic vectors are loops: inlined everywhere, they would take the compiler longer than all the rest. */
+#if defined(NS_ISA_AVX512) || defined(NS_ISA_AVX2)
 #define NS_INLINE static inline __attribute__((always_inline, unused))
+#else
+#define NS_INLINE static inline __attribute__((unused))
+#endif
 
 #if defined(NS_ISA_AVX512)
 #include "vec_avx512.h"

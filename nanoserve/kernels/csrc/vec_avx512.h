@@ -86,7 +86,8 @@ NS_INLINE void ns_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HI
 NS_INLINE void ns_round32(const float *x, float scale, int8_t *q, int32_t sums[2])
 {
     for (int half = 0; half < 2; half++) {
-        __m512i i = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + 16 * half), _mm512_set1_ps(scale)));
+        __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(x + 16 * half), _mm512_set1_ps(scale));
+        __m512i i = _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(scaled, scaled, _CMP_ORD_Q), scaled);
         _mm_storeu_si128((__m128i *)(q + 16 * half), _mm512_cvtepi32_epi8(i));
         sums[half] = _mm512_reduce_add_epi32(i);
     }
