@@ -15,7 +15,7 @@ import torch
 
 from nanoserve.blocks import BlockPool
 from nanoserve.boot import Booted, BootProgress, Report
-from nanoserve.choices import Choices, choose, pick_backend, pick_dtype
+from nanoserve.choices import Choices, check_config, choose, pick_backend, pick_dtype
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Engine
 from nanoserve.errors import ConfigError
@@ -25,7 +25,7 @@ from nanoserve.intake import Intake
 from nanoserve.kernels.reference import ReferenceOps
 from nanoserve.memory import KVPoolPlan, plan_kv_pool
 from nanoserve.metrics import Metrics
-from nanoserve.models.config import ModelConfig
+from nanoserve.models.config import ModelConfig, load_config
 from nanoserve.models.load import LoadedModel, load_model
 from nanoserve.probe import cores, free_host_bytes
 from nanoserve.readiness import ModelFacts, describe_shapes, make_ready, price_plan
@@ -109,8 +109,9 @@ def prepare(
     started = perf_counter()
     if ops is not None or backend is not None:
         config = replace(config, kernels="reference")
-    choices = choose(config)
+    check_config(config)
     source = resolve(config.model)
+    choices = choose(config, load_config(source))
     torch.set_num_threads(config.threads or cores())
     report(BootProgress("loading"))
     loaded = load_model(

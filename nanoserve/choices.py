@@ -12,12 +12,13 @@ from nanoserve.backends import CudaBackend, EagerBackend
 from nanoserve.config import EngineConfig
 from nanoserve.errors import ConfigError, KernelBuildError
 from nanoserve.graphs import GraphBackend
+from nanoserve.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from nanoserve.kernels.native_lib import NativeLibrary
 
 log = logging.getLogger("nanoserve")
-NATIVE_BLOCK = 16
+NATIVE_BLOCK, NATIVE_LANES, NATIVE_MAX_HEAD_DIM = 16, 16, 256
 RECTANGLE_SEQUENCES, PAGED_SEQUENCES = 8, 32
 """How many sequences run at once by default: a rectangle pays for every row at every width, a paged step only for what
 there is."""
@@ -37,11 +38,11 @@ class Choices:
         return f"native ({self.library.isa})" if self.library is not None else "reference"
 
 
-def choose(config: EngineConfig) -> Choices:
+def choose(config: EngineConfig, model: ModelConfig | None = None) -> Choices:
     """Raises ConfigError for flags that contradict each other or ask for what is not here."""
     check_config(config)
     device = pick_device(config.device)
-    library = pick_library(config, device)
+    library = pick_library(config, device, model)
     read: Literal["rectangle", "paged"] = "paged" if library is not None else "rectangle"
     if config.attention_read != "auto":
         read = config.attention_read
@@ -80,13 +81,13 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def pick_library(config: EngineConfig, device: torch.device) -> NativeLibrary | None:
+def pick_library(config: EngineConfig, device: torch.device, model: ModelConfig | None) -> NativeLibrary | None:
     """The native kernels if they are wanted and can be had, built at first use.
 
     `auto` wants them on a CPU unless another flag asks for what only the reference kernels do. Raises ConfigError if
     `native` was asked for and cannot be.
     """
-    obstacle = _obstacle(config, device)
+    obstacle = _obstacle(config, device, model)
     if config.kernels == "reference" or (config.kernels == "auto" and obstacle is not None):
         return None
     if obstacle is not None:
@@ -102,8 +103,11 @@ def pick_library(config: EngineConfig, device: torch.device) -> NativeLibrary | 
         return None
 
 
-def _obstacle(config: EngineConfig, device: torch.device) -> str | None:
-    """Why a config cannot run on the native kernels; None if it can."""
+def _obstacle(config: EngineConfig, device: torch.device, model: ModelConfig | None) -> str | None:
+    """Why a config, or a model, cannot run on the native kernels; None if it can."""
+    if model is not None and (model.head_dim % NATIVE_LANES or model.head_dim > NATIVE_MAX_HEAD_DIM):
+        heads = f"the model's have {model.head_dim}; drop --kernels native"
+        return f"their heads have a multiple of {NATIVE_LANES} and at most {NATIVE_MAX_HEAD_DIM} numbers, {heads}"
     if device.type != "cpu":
         return f"they run on the CPU, not on {device.type}; drop one of the two flags"
     if config.block_size != NATIVE_BLOCK:

@@ -1,0 +1,115 @@
+"""The engine on the native kernels: an answer depends on its request alone, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoserve.errors import ConfigError
+from tests.test_engine import crowd, ids
+from tests.tiny_engine import Ask, TinyEngine, params_of, tokens_of
+from tests.tiny_folder import write_served_model
+
+NATIVE: dict[str, Any] = {"kernels": "native", "attention_read": "auto", "max_sequences": 8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_served_model(tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[Any]:
+    """Each request of the crowd by itself, on one thread."""
+    return TinyEngine(folder, **NATIVE).alone(crowd())
+
+
+def test_answers_follow_the_reference_kernels_until_rounding_turns_a_tie(folder: Path, alone: list[Any]) -> None:
+    """K, V and the attention's operands are bf16 natively; on a random model that moves a log-probability by hundredths,
+    and now and then another token is the likeliest. test_native_model compares logits of the real one."""
+    reference = TinyEngine(folder, attention_read="paged").alone(crowd())
+    agreeing = 0
+    for ours, theirs in zip(alone, reference, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            same = next((i for i, pair in enumerate(zip(a.tokens, b.tokens, strict=True)) if pair[0] != pair[1]), None)
+            assert same != 0
+            assert all(abs(x - y) < 0.2 for x, y in zip(a.logprobs[:same], b.logprobs[:same], strict=True))
+            agreeing += same is None
+    assert agreeing >= 6, "of eleven"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"threads": 2},
+        {"prefill_tokens": 1},
+        {"prefill_tokens": 7},
+        {"max_sequences": 3},
+        {"blocks": 4, "prefill_tokens": 5, "max_sequences": 5},
+        {"warmup_seconds": None},
+    ],
+    ids=["together", "two threads", "chunks of 1", "chunks of 7", "3 rows", "preempted", "warmed"],
+)
+def test_answers_equal_solo_runs_to_the_bit_when_many_are_served(
+    folder: Path, alone: list[Any], fields: dict[str, Any]
+) -> None:
+    engine = TinyEngine(folder, **{**NATIVE, **fields})
+    assert engine.answers(crowd()) == alone
+    assert (engine.engine.scheduler.preemptions > 0) is ("blocks" in fields)
+
+
+def test_every_step_replays_a_warm_graph_and_the_self_test_finds_no_difference(folder: Path) -> None:
+    engine = TinyEngine(folder, **NATIVE, warmup_seconds=None, self_test_seconds=30.0)
+    engine.answers(crowd())
+    graphs = engine.metrics.snapshot()["graphs"]
+    assert (graphs["backend"], graphs["hit_rate"], graphs["cold_captures"]) == ("native", 1.0, 0)
+    verdict = engine.booted.warmup()["self_test"]
+    assert (verdict["verdict"], verdict["max_difference"]) == ("passed", 0.0)
+
+
+def test_answers_do_not_change_when_the_pool_was_poisoned(folder: Path, alone: list[Any]) -> None:
+    engine = TinyEngine(folder, **NATIVE)
+    engine.runner.cache.poison(float("nan"))
+    assert engine.answers(crowd()) == alone
+
+
+def test_sliding_window_model_answers_alike_when_batched_and_alone(tmp_path: Path) -> None:
+    folder = write_served_model(tmp_path, "mistral-window", head_dim=32)
+    asks = [Ask(ids(length, length), params_of(max_tokens=30)) for length in (3, 16, 40)]
+    solo = TinyEngine(folder, **NATIVE, blocks=80).alone(asks)
+    assert TinyEngine(folder, **NATIVE, blocks=80).answers(asks) == solo
+
+
+def test_reference_kernels_serve_when_the_models_heads_do_not_fit(tmp_path: Path) -> None:
+    folder = write_served_model(tmp_path, "mistral-window")
+    assert TinyEngine(folder, kernels="auto").booted.kernels == "reference"
+    with pytest.raises(ConfigError, match="a multiple of 16 and at most 256 numbers, the model's have 24"):
+        TinyEngine(folder, **NATIVE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block_size": 8}, "blocks of 16; drop --block-size 8"),
+        ({"attention_read": "rectangle"}, "drop --attention-read rectangle or --kernels native"),
+        ({"dtype": "bfloat16"}, "drop --dtype"),
+        ({"capture_decode": False}, "drop --no-capture-decode"),
+    ],
+)
+def test_native_kernels_are_refused_with_the_remedy_when_a_flag_rules_them_out(
+    folder: Path, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TinyEngine(folder, **{**NATIVE, **fields})
+
+
+def test_tokens_follow_the_request_alone_when_sampled_beside_others(folder: Path) -> None:
+    ask = Ask(ids(9), params_of(temperature=0.9, seed=5, top_p=0.9, max_tokens=14, n=4))
+    engine = TinyEngine(folder, **NATIVE)
+    (first,) = tokens_of(engine.answers([ask]))
+    beside = tokens_of(engine.answers([*crowd(), ask]))[-1]
+    assert first == beside
+    assert len({tuple(tokens) for tokens in first}) == 4
