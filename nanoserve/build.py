@@ -42,6 +42,17 @@ from nanoserve.step import StepRunner
 from nanoserve.tokens import load_tokenizer
 
 log = logging.getLogger("nanoserve")
+COUNTS = (
+    "max_sequences",
+    "block_size",
+    "width_multiple",
+    "prefill_tokens",
+    "max_queued",
+    "warm_rows",
+    "warm_width",
+    "threads",
+)
+MAX_COUNT = 2**31 - 1  # what torch takes for a number of threads; no other count comes near it
 DEFAULT_MAX_MODEL_LEN = 2048
 """The rectangle read's cost grows with the widest shape; a longer context is a decision, not a default."""
 
@@ -153,11 +164,15 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def check_config(config: EngineConfig) -> None:
-    """Raises ConfigError for flags that contradict each other."""
-    for name in ("max_sequences", "block_size", "width_multiple", "prefill_tokens", "max_queued"):
+    """Raises ConfigError for flags outside their range or that contradict each other."""
+    for name in COUNTS:
         value = getattr(config, name)
-        if value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+        if value is not None and not 1 <= value <= MAX_COUNT:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be from 1 to {MAX_COUNT:,}")
+    for name in ("warmup_seconds", "self_test_seconds"):
+        value = getattr(config, name)
+        if value is not None and not value >= 0.0:  # NaN is refused too
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be a number of seconds, at least 0")
     if config.max_model_len is not None and config.max_model_len < 2:
         raise ConfigError(f"--max-model-len is {config.max_model_len}; a prompt and an answer need at least 2 tokens")
     if config.capture_decode and not (config.bucket_decode and config.persist_inputs):
