@@ -18,6 +18,17 @@ if TYPE_CHECKING:
     from nanoserve.kernels.native_lib import NativeLibrary
 
 log = logging.getLogger("nanoserve")
+COUNTS = (
+    "max_sequences",
+    "block_size",
+    "width_multiple",
+    "prefill_tokens",
+    "max_queued",
+    "warm_rows",
+    "warm_width",
+    "threads",
+)
+MAX_COUNT = 2**31 - 1  # what torch takes for a number of threads; no other count comes near it
 NATIVE_BLOCK, NATIVE_LANES, NATIVE_MAX_HEAD_DIM = 16, 16, 256
 RECTANGLE_SEQUENCES, PAGED_SEQUENCES = 8, 32
 """How many sequences run at once by default: a rectangle pays for every row at every width, a paged step only for what
@@ -51,11 +62,15 @@ def choose(config: EngineConfig, model: ModelConfig | None = None) -> Choices:
 
 
 def check_config(config: EngineConfig) -> None:
-    """Raises ConfigError for flags that contradict each other."""
-    for name in ("max_sequences", "block_size", "width_multiple", "prefill_tokens", "max_queued"):
+    """Raises ConfigError for flags outside their range or that contradict each other."""
+    for name in COUNTS:
         value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+        if value is not None and not 1 <= value <= MAX_COUNT:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be from 1 to {MAX_COUNT:,}")
+    for name in ("warmup_seconds", "self_test_seconds"):
+        value = getattr(config, name)
+        if value is not None and not value >= 0.0:  # NaN is refused too
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be a number of seconds, at least 0")
     if config.max_model_len is not None and config.max_model_len < 2:
         raise ConfigError(f"--max-model-len is {config.max_model_len}; a prompt and an answer need at least 2 tokens")
     if config.capture_decode and not (config.bucket_decode and config.persist_inputs):

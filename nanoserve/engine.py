@@ -9,6 +9,7 @@ plan and commit belong to one thread (the event loop, or the caller offline); la
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence as SequenceOf
 
@@ -21,6 +22,8 @@ from nanoserve.sequence import NewToken, Sequence, StepPlan
 from nanoserve.step import StepOutcome, StepRunner
 from nanoserve.warmup import CostModel, WarmupReport, warm_decode
 from nanoserve.warmup.record import Progress
+
+log = logging.getLogger("nanoserve")
 
 
 class Engine:
@@ -101,12 +104,21 @@ class Engine:
         return report
 
     def capture_in_background(self) -> None:
-        """Record the next shape of `background`. Runs on the engine thread, between steps, when nothing waits."""
+        """Record the next shape of `background`. Runs on the engine thread, between steps, when nothing waits.
+
+        Nobody asked for this recording, so one that fails, for lack of memory say, costs its shape and nothing else."""
         shape = self.background[0]
         graphs = self.runner.graphs
-        if graphs is not None and key_of(shape) not in graphs:
-            self.runner.capture(shape, "background")
-        self.background.popleft()  # only now: while it is being recorded it is neither covered nor given up
+        try:
+            if graphs is not None and key_of(shape) not in graphs:
+                self.runner.capture(shape, "background")
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            log.warning(
+                "%s could not be recorded in an idle gap and is left to the step that meets it: %s", shape, reason
+            )
+        finally:
+            self.background.popleft()  # only now: while it is being recorded it is neither covered nor given up
 
     def uncovered(self) -> list[Shape]:
         """Shapes a step can have that have no graph now."""

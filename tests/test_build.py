@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -201,11 +202,18 @@ def test_dry_run_says_the_pool_only_when_nothing_is_recorded(folder: Path) -> No
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_sequences": 0}, "--max-sequences is 0; it must be at least 1"),
-        ({"block_size": -1}, "--block-size is -1; it must be at least 1"),
+        ({"max_sequences": 0}, "--max-sequences is 0; it must be from 1 to 2,147,483,647"),
+        ({"block_size": -1}, "--block-size is -1; it must be from 1"),
         ({"width_multiple": 0}, "--width-multiple is 0"),
         ({"prefill_tokens": 0}, "--prefill-tokens is 0"),
         ({"max_queued": 0}, "--max-queued is 0"),
+        ({"threads": 0}, "--threads is 0"),
+        ({"threads": 2**31}, "--threads is 2147483648; it must be from 1 to 2,147,483,647"),
+        ({"warm_rows": 0}, "--warm-rows is 0"),
+        ({"warm_width": -5}, "--warm-width is -5"),
+        ({"warmup_seconds": -1.0}, "--warmup-seconds is -1.0; it must be a number of seconds, at least 0"),
+        ({"warmup_seconds": math.nan}, "--warmup-seconds is nan"),
+        ({"self_test_seconds": -0.1}, "--self-test-seconds is -0.1"),
         ({"max_model_len": 1}, "--max-model-len is 1; a prompt and an answer need at least 2 tokens"),
         ({"bucket_decode": False}, "add --no-capture-decode"),
         ({"persist_inputs": False}, "add --no-capture-decode"),
@@ -220,6 +228,7 @@ def test_config_is_refused_with_the_flag_and_the_remedy(fields: dict[str, Any], 
 
 def test_config_is_accepted_when_it_is_the_default() -> None:
     check_config(EngineConfig())
+    check_config(EngineConfig(warmup_seconds=0.0, self_test_seconds=0.0, warm_rows=1, warm_width=1, threads=1))
     assert dataclasses.replace(EngineConfig(), model="x").capture_decode
 
 

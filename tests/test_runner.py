@@ -20,7 +20,7 @@ from nanoserve.warmup import (
     lazy_captures,
     warm_shapes,
 )
-from tests.tiny_engines import BLOCK, GREEDY, Tiny, Traffic, prompts, tiny_engine, traffic
+from tests.tiny_engines import BLOCK, GREEDY, SlowBackend, Tiny, Traffic, prompts, tiny_engine, traffic
 
 FREE = CostModel(0.0, 0.0)
 MULTIPLE = 32
@@ -368,6 +368,28 @@ def test_background_skips_a_shape_that_a_step_recorded_first() -> None:
         tiny.engine.capture_in_background()
     assert tiny.graphs()["cold_captures"] == tiny.graphs()["background_captures"] == 1
     assert tiny.engine.uncovered() == []
+
+
+def test_background_gives_up_a_shape_when_it_cannot_be_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    failures = [RuntimeError("out of memory\nwith a second line")]
+
+    def fail_once() -> None:
+        if failures:
+            raise failures.pop()
+
+    backend = SlowBackend(before=fail_once)
+    tiny = tiny_engine(warmup_seconds=0, max_sequences=1, max_model_len=32, backend=backend)
+    tiny.ready()
+    with caplog.at_level("WARNING", "nanoserve"):
+        while tiny.engine.background:
+            tiny.engine.capture_in_background()
+    assert [record.getMessage() for record in caplog.records] == [
+        "DecodeShape(rows=1, width=16) could not be recorded in an idle gap and is left to the step that meets it: "
+        "out of memory"
+    ]
+    assert tiny.engine.uncovered() == [DecodeShape(1, 16)]
+    tiny.run(prompts(1, 5, max_tokens=3))
+    assert (tiny.graphs()["background_captures"], tiny.graphs()["cold_captures"]) == (1, 1)
 
 
 def test_sampled_rows_keep_their_answer_when_they_run_beside_others() -> None:
