@@ -91,8 +91,8 @@ class NativeModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes a decode step reads of the weights: a tied embedding is read once, as the head."""
-        matrices = [getattr(layer, name) for layer in self._layers for name in ("qkv", "o", "gate_up", "down")]
-        return self._head.nbytes + sum(matrix.nbytes for matrix in matrices)
+        layers = sum(each.qkv.nbytes + each.o.nbytes + each.gate_up.nbytes + each.down.nbytes for each in self._layers)
+        return self._head.nbytes + layers
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -219,8 +219,8 @@ def _timed(model: NativeModel, recorded: RecordedStep, repeats: int) -> Iterator
 
 
 def _new_step(rows: int, sequences: int) -> StepWindow:
-    fields = torch.zeros((5, rows), dtype=torch.int64)
-    return StepWindow(*fields, torch.zeros(sequences + 1, dtype=torch.int64))
+    ids, positions, slots, lens, tables = torch.zeros((5, rows), dtype=torch.int64).unbind()
+    return StepWindow(ids, positions, slots, lens, tables, torch.zeros(sequences + 1, dtype=torch.int64))
 
 
 def _new_sampling(rows: int) -> SamplingWindow:

@@ -86,7 +86,7 @@ def _pointers(*names: str) -> list[tuple[str, Any]]:
 class PlanRecord(_Struct):
     _fields_ = [
         ("head", Head), *_pointers("table_rows", "context_lens", "plan"),
-        ("rows_per_group", c_int32), ("kv_heads", c_int32), ("group_queries", c_int32), ("partial_floats", c_int32),
+        ("rows_per_group", c_int32), ("kv_heads", c_int32), ("group_queries", c_int32), ("reserved", c_int32),
     ]  # fmt: skip
 
 
@@ -129,7 +129,8 @@ class GateRecord(_Struct):
 
 class RopeRecord(_Struct):
     _fields_ = [
-        ("head", Head), *_pointers("qkv", "q_norm", "k_norm", "cos", "sin", "positions", "write_slots", "keys", "values"),
+        ("head", Head), *_pointers("qkv", "q_norm", "k_norm", "cos", "sin", "positions", "write_slots"),
+        *_pointers("keys", "values"),
         ("qkv_ld", c_int64), ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("eps", c_float),
     ]  # fmt: skip
 
@@ -145,14 +146,16 @@ class AttentionRecord(_Struct):
 
 class GatherRecord(_Struct):
     _fields_ = [
-        ("head", Head), *_pointers("x", "index", "out", "quants"), ("x_ld", c_int64), ("cols", c_int32), ("reserved", c_int32),
+        ("head", Head), *_pointers("x", "index", "out", "quants"), ("x_ld", c_int64), ("cols", c_int32),
+        ("reserved", c_int32),
     ]  # fmt: skip
 
 
 class SampleRecord(_Struct):
     _fields_ = [
         ("head", Head),
-        *_pointers("logits", "temperature", "top_p", "min_p", "top_k", "seed", "choice", "positions", "index", "tokens"),
+        *_pointers("logits", "temperature", "top_p", "min_p", "top_k", "seed", "choice", "positions", "index"),
+        *_pointers("tokens"),
         ("vocab", c_int32), ("reserved", c_int32),
     ]  # fmt: skip
 
@@ -188,7 +191,7 @@ OP_OF: Mapping[type[_Struct], Op] = {
 }  # fmt: skip
 
 LAYOUT: tuple[int, ...] = (
-    *(ctypes.sizeof(kind) for kind in (Record, *OP_OF, Matrix)),
+    ctypes.sizeof(Record), *map(ctypes.sizeof, OP_OF), ctypes.sizeof(Matrix),
     QGROUP_BYTES, PLAN_BYTES, ROW_GROUP_BYTES, len(Op), len(Kind), PLAN_PARTIALS, SPLIT,
 )  # fmt: skip
 

@@ -128,7 +128,7 @@ class Recorder:
         return out, total
 
     def linear(self, x: Tensor, weight: PackedMatrix | StackedMatrix, bias: Tensor | None = None) -> Tensor:
-        """`[rows, out]`; x is taken as int8 groups of 32, as bf16 or as fp32, whichever the weight's kind multiplies."""
+        """`[rows, out]`; x is taken as int8 groups, bf16 or fp32, whichever the weight's kind multiplies."""
         if isinstance(weight, StackedMatrix):
             return self._stacked(x, weight, bias)
         record, taken = self._product(x, weight, bias)
@@ -195,7 +195,7 @@ class Recorder:
             values=self._at(values), qkv_ld=qkv.stride(0), heads=heads, kv_heads=kv_heads, head_dim=head_dim, eps=eps,
         )  # fmt: skip
         self._append(record, qkv.shape[0], self._value(qkv).live)
-        return qkv[:, : heads * head_dim].unflatten(1, (heads, head_dim))
+        return qkv[:, : heads * head_dim].view(qkv.shape[0], heads, head_dim)
 
     def record_attention(
         self,
@@ -207,12 +207,12 @@ class Recorder:
         scale: float,
         window: int | None = None,
     ) -> Tensor:
-        """`[rows, heads * head_dim]`; slot_table `[max_sequences, width]` int64 (see `ops.CacheRows.paged_attention`)."""
+        """`[rows, heads * head_dim]`; slot_table is `[max_sequences, width]` int64 (see `ops.CacheRows`)."""
         rows, heads, head_dim = q.shape
         keys, values = store
         kv_heads = keys.shape[1]
         live = self._value(q).live
-        self._plan_attention(step, kv_heads, heads // kv_heads, head_dim, live)
+        self._plan_attention(step, kv_heads, heads // kv_heads, live)
         record = lib.AttentionRecord(
             q=self._read(q), table=self._at(slot_table), table_rows=self._at(step.table_rows),
             context_lens=self._at(step.context_lens), keys=self._at(keys), values=self._at(values),
@@ -327,14 +327,13 @@ class Recorder:
             return int(record.head_dim) % lib.GROUP == 0
         return isinstance(record, FUSES_QUANTS) and cols % lib.GROUP == 0
 
-    def _plan_attention(self, step: StepWindow, kv_heads: int, queries: int, head_dim: int, live: int | None) -> None:
+    def _plan_attention(self, step: StepWindow, kv_heads: int, queries: int, live: int | None) -> None:
         if self._planned:
             return
         self._planned = True
         record = lib.PlanRecord(
             table_rows=self._at(step.table_rows), context_lens=self._at(step.context_lens), plan=self._at(self._plan),
             rows_per_group=max(1, lib.MAX_QUERIES // queries), kv_heads=kv_heads, group_queries=queries,
-            partial_floats=head_dim + 2,
         )  # fmt: skip
         self._append(record, step.rows, live)
 

@@ -42,7 +42,7 @@ class PackedMatrix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedMatrix:
-    """Matrices of one input, stacked along the outputs, that cannot be one: their kinds differ, or their tiles are cut."""
+    """Matrices of one input, stacked along the outputs, not one: their kinds differ, or a tile is cut."""
 
     parts: tuple[PackedMatrix, ...]
 
@@ -146,7 +146,7 @@ def _unpack_dense(matrix: PackedMatrix) -> Tensor:
 
 
 def _tiles(groups: Groups) -> Tensor:
-    """`[tiles, bytes]` uint8: word j of 16 rows becomes one 64-byte vector; the scales of two groups follow their quants."""
+    """`[tiles, bytes]` uint8: word j of 16 rows is one 64-byte vector; the scales of two groups follow their quants."""
     rows, count, words = groups.quants.shape
     tiles, pairs, planes = -(-rows // LANES), (count + 1) // 2, len(groups.scales)
     itemsize = groups.scales[0].itemsize
@@ -194,7 +194,8 @@ def _q8_0(blocks: Bytes) -> Groups:
 def _fifth_bits(nibbles: Bytes, high: Bytes) -> Bytes:
     """`[…, 32]` from 16 bytes of nibbles and 4 bytes of fifth bits, bit i for element i."""
     low = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1)
-    return low | (np.unpackbits(high, axis=-1, bitorder="little") << 4)
+    values: Bytes = low | (np.unpackbits(high, axis=-1, bitorder="little") << 4)
+    return values
 
 
 def _q5_0(blocks: Bytes) -> Groups:
@@ -216,7 +217,7 @@ def _halves(parts: Bytes, at: int) -> Halves:
 
 
 def _k_scales(parts: Bytes) -> tuple[Floats, Floats]:
-    """(scales, minima) `[rows, blocks, 8]` of Q4_K and Q5_K: d and dmin times integers of six bits, packed in 12 bytes."""
+    """(scales, minima) `[rows, blocks, 8]` of Q4_K and Q5_K: d and dmin times six-bit integers, packed in 12 bytes."""
     d = _halves(parts, 0).view(np.float16).astype(np.float32)[..., None]
     dmin = _halves(parts, 2).view(np.float16).astype(np.float32)[..., None]
     packed = parts[..., 4:16]

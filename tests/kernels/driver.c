@@ -142,7 +142,7 @@ static float *attention(program *p, float *qkv, int32_t heads, int32_t kv_heads,
     const size_t plan_bytes = sizeof(ns_plan) + (size_t)rows * sizeof(ns_row_group);
     void *plan = memset(keep(plan_bytes), 0, plan_bytes);
     ns_record *share = add(p, NS_OP_PLAN);
-    share->plan = (ns_plan_rec){head, table_rows, lens, plan, together ? together : 1, kv_heads, per_row, dim + 2};
+    share->plan = (ns_plan_rec){head, table_rows, lens, plan, together ? together : 1, kv_heads, per_row, 0};
     share->head.op = NS_OP_PLAN;
     float *out = keep((size_t)rows * (size_t)heads * (size_t)dim * sizeof *out);
     ns_record *attend = add(p, NS_OP_ATTENTION);

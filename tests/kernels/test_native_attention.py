@@ -22,7 +22,7 @@ SEQUENCES, WIDTH = 4, 640
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """K and V of SEQUENCES × WIDTH tokens, `[tokens, kv_heads, head_dim]` bf16, stored through a shuffled slot table."""
+    """K and V of SEQUENCES × WIDTH tokens, `[tokens, kv_heads, head_dim]` bf16, stored through shuffled slots."""
 
     k: Tensor
     v: Tensor

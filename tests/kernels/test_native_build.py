@@ -52,7 +52,7 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
         '#!/bin/sh\n[ "$1" = --version ] && echo fake 1.0 && exit 0\necho "x.c:1: error: no such thing"\nexit 1\n'
     )
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
-    with pytest.raises(KernelBuildError, match="x.c:1: error: no such thing"):
+    with pytest.raises(KernelBuildError, match="no such thing"):
         native_build.build("generic", folder=tmp_path / "cache", environ={"CC": str(fake), "PATH": os.defpath})
     assert list((tmp_path / "cache").iterdir()) == []
 

@@ -31,7 +31,8 @@ def reference_logits(path: Path, ids: list[int]) -> Tensor:
     config = loaded.config
     cache = BatchedPagedKVCache(
         ops, num_layers=config.num_hidden_layers, num_blocks=count // 16 + 1, block_size=16,
-        num_kv_heads=config.num_key_value_heads, head_dim=config.head_dim, dtype=torch.float32, device=torch.device("cpu"),
+        num_kv_heads=config.num_key_value_heads, head_dim=config.head_dim, dtype=torch.float32,
+        device=torch.device("cpu"),
     )  # fmt: skip
     at = torch.arange(count)
     step = StepWindow(torch.tensor(ids), at, at, at + 1, torch.zeros_like(at), torch.zeros(2, dtype=torch.int64))

@@ -5,7 +5,7 @@
 #include "ns_abi.h"
 #include "vec.h"
 
-/* silu(x) = x / (1 + e^-x); gelu(x) in its tanh form, which is x / (1 + e^-2y) with y = sqrt(2/pi)(x + 0.044715 x^3). */
+/* silu(x) = x / (1 + e^-x); gelu(x) in its tanh form, x / (1 + e^-2y) with y = sqrt(2/pi)(x + 0.044715 x^3). */
 NS_INLINE vf ns_gated(vf x, int32_t kind)
 {
     vf y = x;

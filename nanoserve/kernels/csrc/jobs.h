@@ -34,7 +34,7 @@ static inline ns_share ns_share_of(const ns_record *record, int32_t threads)
     case NS_OP_NORM: return ns_rows_share(rows, record->norm.cols, threads);
     case NS_OP_QUANT: return ns_rows_share(rows, record->quant.cols, threads);
     case NS_OP_GATE: return ns_rows_share(rows, record->gate.n, threads);
-    case NS_OP_ROPE: return ns_rows_share(rows, (record->rope.heads + 2 * record->rope.kv_heads) * record->rope.head_dim, threads);
+    case NS_OP_ROPE: return ns_rows_share(rows, record->rope.qkv_ld, threads);
     case NS_OP_GATHER: return ns_rows_share(rows, record->gather.cols, threads);
     case NS_OP_SAMPLE: return ns_rows_share(rows, record->sample.vocab, threads);
     case NS_OP_REMEMBER: return (ns_share){rows, rows, 1};

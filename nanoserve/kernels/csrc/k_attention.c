@@ -55,7 +55,8 @@ typedef struct {
     float *state_max, *state_sum, *state; /* [n], [n], [n][dim] */
 } ns_attend;
 
-static void ns_attend_open(ns_attend *a, const ns_attention_rec *r, const ns_worker *worker, int32_t group, int32_t head)
+static void ns_attend_open(ns_attend *a, const ns_attention_rec *r, const ns_worker *worker, int32_t group,
+                           int32_t head)
 {
     const ns_plan *plan = r->plan;
     const int32_t per_row = r->heads / r->kv_heads, dim = r->head_dim;
@@ -89,7 +90,8 @@ static void ns_attend_open(ns_attend *a, const ns_attention_rec *r, const ns_wor
 NS_INLINE void ns_range(const ns_attend *a, int32_t i, int32_t split, int32_t *lo, int32_t *hi)
 {
     const ns_attention_rec *r = a->s.r;
-    const int64_t lens = r->context_lens[a->group->row + i / (r->heads / r->kv_heads)], base = (int64_t)split * NS_SPLIT;
+    const int32_t row = a->group->row + i / (r->heads / r->kv_heads);
+    const int64_t lens = r->context_lens[row], base = (int64_t)split * NS_SPLIT;
     const int64_t first = r->window && lens > r->window ? lens - r->window : 0;
     const int64_t from = first > base ? first - base : 0, to = lens - base < NS_SPLIT ? lens - base : NS_SPLIT;
     *lo = from < to ? (int32_t)from : 0;

@@ -80,8 +80,8 @@ static int32_t ns_collect(const float *p, int32_t n, float least, float *out)
     return count;
 }
 
-/* Cuts `x` (n >= 1 entries >= 0) where the count of entries, or their mass, from the largest down, first reaches a limit:
- * the last entry kept is the one before which fewer than `count` entries and less than `mass` are. Radix selection on
+/* Cuts `x` (n >= 1 entries >= 0) where, from the largest down, their count or their mass first reaches a limit: the
+ * last entry kept is the one before which fewer than `count` entries and less than `mass` are. Radix selection on
  * the bits, which order as the values do. Reorders x. */
 static ns_cut ns_select(float *x, int32_t n, int64_t count, double mass)
 {
@@ -124,8 +124,9 @@ static ns_cut ns_select(float *x, int32_t n, int64_t count, double mass)
     }
     ns_cut cut = {0.0f, 0};
     memcpy(&cut.least, &prefix, sizeof prefix);
-    while (cut.ties < n && (cut.ties == 0 || (entries + cut.ties < count && before + cut.least * (double)cut.ties < mass)))
+    do
         cut.ties++;
+    while (cut.ties < n && entries + cut.ties < count && before + cut.least * (double)cut.ties < mass);
     return cut;
 }
 

@@ -37,7 +37,7 @@ void ns_run_gather(const ns_record *record, const ns_worker *worker, int64_t beg
 void ns_run_sample(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end);
 void ns_run_remember(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end);
 
-/* How attention is shared out: made by NS_OP_PLAN for every layer of a step. A split task is one NS_SPLIT of keys of one
+/* How attention is shared out: made by NS_OP_PLAN for every layer of a step. A split task is one NS_SPLIT of keys of a
  * group; without a split a task is a whole group. `partial` is where a group's partial results start, in partials. */
 typedef struct {
     int32_t row;

@@ -34,7 +34,7 @@ typedef enum {
     NS_OP_COUNT,
 } ns_op;
 
-/* How a weight matrix is packed. Tiles of 16 output rows; within a tile pairs of groups of 32 inputs: the quants of both,
+/* How a weight matrix is packed. Tiles of 16 output rows; in a tile, pairs of groups of 32 inputs: the quants of both,
  * then the scales of both, so that one stream of whole cache lines brings everything in the order of its use. An odd
  * last group is half of a pair. Quants of a group are 64-byte vectors of 16 lanes x 4 consecutive inputs:
  *   4 bits: vector v holds inputs 4v..4v+3 in its low nibbles and 16+4v..16+4v+3 in its high ones;
@@ -92,7 +92,7 @@ typedef struct {
     int32_t rows_per_group;
     int32_t kv_heads;
     int32_t group_queries; /* queries per K/V head and row */
-    int32_t partial_floats; /* floats of one partial: head_dim + 2 */
+    int32_t reserved;
 } ns_plan_rec;
 
 typedef struct {

@@ -4,7 +4,7 @@
  * vf_fma(a, b, c) = a * b + c. vf_max and vf_min return b where a comparison is false, so a NaN in b survives.
  * vf_hadd adds lanes i and i + 8, then i and i + 4, i + 2, i + 1: one order on every path.
  * vi_dot4, vi_dot8: acc + the dot product of each lane's 4 weights with 4 int8, exact. dot8 takes weights stored with
- * 128 added; where NS_DOT8_BIASED the caller starts from what that adds. vf_dot_bf16: of each lane's 2 bf16 with a pair.
+ * 128 added; where NS_DOT8_BIASED the caller starts from what that adds. vf_dot_bf16: with a pair of bf16.
  * NS_TILE_*: how many accumulators of each kind the register file holds.
  */
 #ifndef NS_VEC_H
@@ -30,7 +30,7 @@
 #include "vec_generic.h"
 #endif
 
-/* 2^x to 2e-8, by a degree 6 interpolation of 2^f on [-1/2, 1/2] at Chebyshev's nodes; 0 below -126.5, NaN stays NaN. */
+/* 2^x to 2e-8: degree 6 interpolation of 2^f on [-1/2, 1/2] at Chebyshev's nodes; 0 below -126.5, NaN stays NaN. */
 NS_INLINE vf vf_exp2(vf x)
 {
     x = vf_min(vf_set1(128.0f), vf_max(vf_set1(-127.0f), x));

@@ -78,7 +78,8 @@ NS_INLINE vf vf_pow2(vf n) { return vf_pair(ns_pow2_8(n.a), ns_pow2_8(n.b)); }
 NS_INLINE __m256 ns_keep_8(__m256 x, int lo, int hi, float other)
 {
     const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32(lo), lane), inside = _mm256_cmpgt_epi32(_mm256_set1_epi32(hi), lane);
+    __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32(lo), lane);
+    __m256i inside = _mm256_cmpgt_epi32(_mm256_set1_epi32(hi), lane);
     return _mm256_blendv_ps(_mm256_set1_ps(other), x, _mm256_castsi256_ps(_mm256_andnot_si256(below, inside)));
 }
 
