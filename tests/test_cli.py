@@ -54,6 +54,7 @@ def test_chat_goes_on_after_a_refused_line_and_ends_at_an_empty_one(
 def test_dry_run_prints_the_priced_plan_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_served_model(tmp_path / "tiny", num_hidden_layers=1)
     flags = ["--max-model-len", "64", "--max-sequences", "2", "--width-multiple", "32", "--threads", "1"]
+    flags += ["--kernels", "reference"]
     assert main(["serve", "--dry-run", "--model", str(folder), *flags]) == 0
     pool, plan = capsys.readouterr().out.splitlines()
     assert pool.startswith("K/V pool: ")

@@ -27,7 +27,9 @@ pytestmark = pytest.mark.model
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
-LIMITS = ("--max-sequences", "32", "--max-model-len", "384", "--paranoid", "--self-test-seconds", "5")
+REFERENCE = ("--kernels", "reference")
+"""fp32, as transformers computes; what the native kernels do is test_native_server's."""
+LIMITS = ("--max-sequences", "32", "--max-model-len", "384", "--paranoid", "--self-test-seconds", "5", *REFERENCE)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +180,7 @@ def test_streams_end_truly_and_exit_code_is_0_when_told_to_stop(smollm2_path: Pa
 
 def test_exit_code_is_0_when_told_to_stop_while_warming(smollm2_path: Path) -> None:
     """The engine thread is then inside native code, which the interpreter's own end would unwind and abort."""
-    with served(ready=None) as server:
+    with served(*REFERENCE, ready=None) as server:
         server.wait(lambda: "warming" in server.errors, "the warm-up has begun", 60)
         assert server.stop() == 0
         assert "terminate called" not in server.said

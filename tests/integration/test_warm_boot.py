@@ -181,10 +181,10 @@ def test_background_recordings_wait_for_requests_and_are_counted_apart(folder: P
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_real_model_is_ready_in_time_and_wholly_covered_when_flags_are_the_defaults() -> None:
+def test_real_model_is_ready_in_time_and_wholly_covered_on_the_reference_kernels() -> None:
     """20 s on two cores that have nothing else to do, from the start of the process to the first 200."""
     started = time.monotonic()
-    with served() as server:
+    with served("--kernels", "reference") as server:
         took = time.monotonic() - started
         warmup = server.get("/health")["warmup"]
         answer = server.post(TEXT, {"prompt": "Once", "max_tokens": 8, "temperature": 0}).json()

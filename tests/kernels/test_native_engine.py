@@ -27,8 +27,8 @@ def alone(folder: Path) -> list[Any]:
 
 
 def test_answers_follow_the_reference_kernels_until_rounding_turns_a_tie(folder: Path, alone: list[Any]) -> None:
-    """K, V and the attention's operands are bf16 natively; on a random model that moves a log-probability by hundredths,
-    and now and then another token is the likeliest. test_native_model compares logits of the real one."""
+    """K, V and the attention's operands are bf16 natively; on a random model that moves a log-probability by
+    hundredths, and now and then another token is the likeliest. test_native_model compares logits of the real one."""
     reference = TinyEngine(folder, attention_read="paged").alone(crowd())
     agreeing = 0
     for ours, theirs in zip(alone, reference, strict=True):
