@@ -20,11 +20,12 @@ from typing import Any
 from nanoserve.boot import Boot, Booted, BootProgress
 from nanoserve.engine_thread import EngineThread
 from nanoserve.errors import ClientError, Draining, EngineFailed, InvalidRequest, NotReady, QueueFull, StartupError
+from nanoserve.intake import Intake
 from nanoserve.live import LiveFeed
 from nanoserve.metrics import Metrics
 from nanoserve.output import OutputProcessor
 from nanoserve.request import Delta, FinishReason, Request
-from nanoserve.sequence import NewToken
+from nanoserve.sequence import NewToken, Sequence
 from nanoserve.stream import RequestStream
 
 log = logging.getLogger("nanoserve")
@@ -84,9 +85,11 @@ class AsyncEngine:
         self._timeouts: dict[str, asyncio.TimerHandle] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._thread: EngineThread | None = None
+        self._reader: EngineThread | None = None
 
     async def __aenter__(self) -> AsyncEngine:
         self._thread = EngineThread()
+        self._reader = EngineThread("nanoserve-intake")
         self._tasks = [asyncio.create_task(self._live(self._thread)), asyncio.create_task(self._tick())]
         return self
 
@@ -101,18 +104,20 @@ class AsyncEngine:
         self._feed.close()
         if self._booted is not None:
             self._booted.close()
-        if self._thread is not None:
-            self._thread.stop()
+        for thread in (self._thread, self._reader):
+            if thread is not None:
+                thread.stop()
 
     # --- the five ------------------------------------------------------------------------------------------
 
     async def submit(self, request: Request) -> RequestStream:
         """See `server.seam.Engine.submit`."""
-        booted, outputs = self._require_ready()
+        booted, _ = self._require_ready()
         submitted_at = time.monotonic()
         scheduler = booted.engine.scheduler
         try:
-            sequences = booted.intake.sequences(request)
+            sequences = await self._sequences(booted.intake, request)
+            _, outputs = self._require_ready()  # a long prompt took its time
             if len(sequences) > self._max_queued:
                 raise InvalidRequest(
                     f"n is {len(sequences)}; the queue holds {self._max_queued}; lower n or raise --max-queued",
@@ -197,6 +202,12 @@ class AsyncEngine:
         }
 
     # --- admission -----------------------------------------------------------------------------------------
+
+    async def _sequences(self, intake: Intake, request: Request) -> list[Sequence]:
+        """Read the prompt; a long one on a thread of its own, since its seconds would be everybody's."""
+        if self._reader is None or not intake.is_long(request.prompt):
+            return intake.sequences(request)
+        return await self._reader.submit(intake.sequences, request)
 
     def _require_ready(self) -> tuple[Booted, OutputProcessor]:
         if self._failure is not None:

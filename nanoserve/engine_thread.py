@@ -1,7 +1,9 @@
-"""EngineThread: the one thread that boots the engine and runs its steps, driven from the event loop.
+"""EngineThread: a thread that works for the event loop: the one that boots the engine and runs its steps, and the one
+that reads long prompts.
 
-One thread for both, because OpenMP keeps a pool of workers for every thread that computes and slows down when two are
-alive. A daemon, because neither a signal nor a failed bind may wait for a load. Not an Executor: those join at exit.
+One thread for boot and steps, because OpenMP keeps a pool of workers for every thread that computes and slows down
+when two are alive. A daemon, because neither a signal nor a failed bind may wait for a load. Not an Executor: those
+join at exit.
 """
 
 from __future__ import annotations

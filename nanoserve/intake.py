@@ -11,13 +11,15 @@ import secrets
 from dataclasses import replace
 
 from nanoserve.errors import ContextLengthExceeded, InvalidRequest
-from nanoserve.request import ChatPrompt, Request, SamplingParams, TextPrompt
+from nanoserve.request import ChatPrompt, Prompt, Request, SamplingParams, TextPrompt, TokenPrompt
 from nanoserve.sequence import Sequence
 from nanoserve.tokens import Tokenizer
 
 GREEDY_UP_TO = 1e-4
 """Temperatures up to this are greedy: dividing logits by them loses digits without changing the choice."""
 SEED_MASK = (1 << 63) - 1
+LONG_CHARACTERS = 8192
+"""Prompts beyond it take more than a moment to read: milliseconds for each 10,000 characters, or more."""
 MAX_TOP_LOGPROBS = 20
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, math.inf),
@@ -84,27 +86,41 @@ class Intake:
             for choice in range(params.n)
         ]
 
+    def is_long(self, prompt: Prompt) -> bool:
+        """Whether `sequences` may take so long that it must not hold up an event loop."""
+        if isinstance(prompt, ChatPrompt):
+            values = (value for message in prompt.messages for value in message.values())
+            return sum(len(v) if isinstance(v, str) else LONG_CHARACTERS for v in values) > LONG_CHARACTERS
+        return len(prompt.text if isinstance(prompt, TextPrompt) else prompt.token_ids) > LONG_CHARACTERS
+
     def _prompt_ids(self, request: Request) -> list[int]:
         prompt = request.prompt
         if isinstance(prompt, ChatPrompt):
-            ids = self.tokenizer.encode_chat(prompt.messages)
             param = "messages"
+            rendered = self.tokenizer.render_chat(prompt.messages)
+            self._check_length(self.tokenizer.fewest_tokens(rendered), param, "at least ")
+            ids = self.tokenizer.encode_rendered(rendered)
         elif isinstance(prompt, TextPrompt):
-            ids = self.tokenizer.encode(prompt.text)
             param = "prompt"
+            self._check_length(self.tokenizer.fewest_tokens(prompt.text), param, "at least ")
+            ids = self.tokenizer.encode(prompt.text)
         else:
             ids = list(prompt.token_ids)
             param = "prompt"
-            self._check_ids(param, ids)
         if not ids:
             raise InvalidRequest("the prompt is empty; it needs at least one token", param=param)
-        if len(ids) >= self.max_model_len:
+        self._check_length(len(ids), param)
+        if isinstance(prompt, TokenPrompt):
+            self._check_ids(param, ids)
+        return ids
+
+    def _check_length(self, tokens: int, param: str, qualifier: str = "") -> None:
+        if tokens >= self.max_model_len:
             raise ContextLengthExceeded(
-                f"the prompt is {len(ids):,} tokens; the limit is {self.max_model_len:,}, of which at least one is the "
-                "answer's; shorten it or raise --max-model-len",
+                f"the prompt is {qualifier}{tokens:,} tokens; the limit is {self.max_model_len:,}, of which at least "
+                "one is the answer's; shorten it or raise --max-model-len",
                 param=param,
             )
-        return ids
 
     def _max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
         room = self.max_model_len - prompt_tokens

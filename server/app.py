@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.assets import Assets, web_folder
 from server.config import ServerConfig
 from server.failures import MethodNotAllowed, route_not_found
+from server.ignored import IgnoredFields
 from server.lifecycle import Lifecycle
 from server.middleware import Envelope, Guard
 from server.observe import Observe
@@ -38,9 +39,10 @@ class App:
         self._outermost: ASGIApp = Envelope(guarded, config)
 
     def _routes(self, assets: Assets) -> list[BaseRoute]:
-        openai = OpenAI(self.engine, self.config)
+        ignored = IgnoredFields()
+        openai = OpenAI(self.engine, self.config, ignored)
         observe = Observe(self.engine, self.config, self.lifecycle)
-        sockets = Sockets(self.engine, self.config, self.lifecycle)
+        sockets = Sockets(self.engine, self.config, self.lifecycle, ignored)
         return [
             Route("/v1/chat/completions", openai.chat_completions, methods=["POST"]),
             Route("/v1/completions", openai.completions, methods=["POST"]),

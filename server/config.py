@@ -35,7 +35,7 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()
     served_model_name: str | None = None
     drain_seconds: float = 30.0
-    max_body_bytes: int = 16 * MIB
+    max_body_bytes: int = 4 * MIB
     max_message_bytes: int = 4 * MIB
     max_header_bytes: int = 64 * 1024
     ping_seconds: float = 15.0

@@ -16,6 +16,7 @@ from nanoserve.errors import ModelNotFound
 from nanoserve.request import Delta, Finished
 from server.config import ServerConfig
 from server.failures import BodyTooLarge, GenerationFailed, UnsupportedMediaType
+from server.ignored import IgnoredFields
 from server.replies import json_response
 from server.schemas import ChatBody, CompletionBody, SamplingBody, decode
 from server.seam import Engine
@@ -31,9 +32,10 @@ CLIENT_CLOSED = 499
 class OpenAI:
     """Handlers of /v1, bound to one engine."""
 
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, ignored: IgnoredFields) -> None:
         self._engine = engine
         self._config = config
+        self._ignored = ignored
 
     async def chat_completions(self, request: Request) -> Response:
         return await self._generate(request, ChatBody, chat_job, ChatShape, "chatcmpl-")
@@ -71,7 +73,9 @@ class OpenAI:
         shape_of: type[Shape],
         prefix: str,
     ) -> Response:
-        body = decode(await read_json_bytes(request, self._config.max_body_bytes), kind)
+        raw = await read_json_bytes(request, self._config.max_body_bytes)
+        body = decode(raw, kind)
+        self._ignored.note_body(raw, kind)
         request_id = prefix + secrets.token_hex(12)
         job = translate(body, served_now(self._engine, self._config), request_id)
         shape = shape_of(

@@ -18,6 +18,8 @@ from nanoserve.errors import InvalidRequest
 Number = int | float
 MAX_INT = 2**31 - 1
 MAX_STOPS = 4
+MAX_STOP_CHARACTERS = 1024
+MAX_MESSAGES = 4096  # and text parts, over all messages
 MAX_STOP_TOKENS = 256
 MAX_BIASES = 1024
 MAX_CHOICES = 128

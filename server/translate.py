@@ -14,6 +14,8 @@ from server.schemas import (
     BIAS,
     MAX_BIASES,
     MAX_CHOICES,
+    MAX_MESSAGES,
+    MAX_STOP_CHARACTERS,
     MAX_STOP_TOKENS,
     MAX_STOPS,
     TOKEN_ID,
@@ -70,6 +72,10 @@ def chat_job(body: ChatBody, served: Served, request_id: str) -> Job:
         raise Unsupported(message, param="response_format")
     if not body.messages:
         raise InvalidRequest("messages is empty; send at least one message", param="messages")
+    count = sum(len(message.content) if isinstance(message.content, list) else 1 for message in body.messages)
+    if count > MAX_MESSAGES:
+        text = f"messages has {count:,} entries, text parts counted; the limit is {MAX_MESSAGES:,}; send fewer"
+        raise InvalidRequest(text, param="messages")
     top_logprobs = body.integer("top_logprobs")
     if top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs; send logprobs: true with it", param="top_logprobs")
@@ -153,12 +159,18 @@ def stops(value: str | list[str] | None) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else value or []
     if len(found) > MAX_STOPS:
         raise InvalidRequest(f"stop has {len(found)} entries; the limit is {MAX_STOPS}; send fewer", param="stop")
+    longest = max(map(len, found), default=0)
+    if longest > MAX_STOP_CHARACTERS:
+        text = f"a stop string has {longest:,} characters; the limit is {MAX_STOP_CHARACTERS:,}; send a shorter one"
+        raise InvalidRequest(text, param="stop")
     return tuple(text for text in found if text)
 
 
 def token_ids(values: Sequence[Any], param: str, limit: int | None = None) -> tuple[int, ...]:
     if limit is not None and len(values) > limit:
         raise InvalidRequest(f"{param} has {len(values)} entries; the limit is {limit}; send fewer", param=param)
+    if set(map(type, values)) == {int} and min(values) >= TOKEN_ID.low and max(values) <= TOKEN_ID.high:
+        return tuple(values)  # a million ids would take a second one by one
     for index, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int | float):
             message = f"{param}[{index}] is of type {type(value).__name__}; token ids are integers"

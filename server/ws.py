@@ -26,6 +26,7 @@ from nanoserve.errors import ClientError, InvalidRequest, NanoserveError
 from nanoserve.request import Delta, Finished
 from server.config import ServerConfig
 from server.failures import GenerationFailed, UpgradeRequired, describe
+from server.ignored import IgnoredFields
 from server.lifecycle import Lifecycle
 from server.schemas import ChatBody, CompletionBody, convert, decode
 from server.seam import Engine
@@ -37,6 +38,7 @@ SUBPROTOCOL = "nanoserve.v1"
 MAX_GENERATIONS = 128
 MAX_ID = 128
 OUTBOX_FRAMES = 256
+FRAME_FIELDS = frozenset({"type", "id"})  # beside the fields of the /v1 bodies
 GOING_AWAY, POLICY_VIOLATION = 1001, 1008
 CLOSE_SECONDS = 1.0
 
@@ -46,15 +48,16 @@ logger = logging.getLogger("nanoserve.server")
 class Sockets:
     """The /ws handler, bound to one engine."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, lifecycle: Lifecycle) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, lifecycle: Lifecycle, ignored: IgnoredFields) -> None:
         self._engine = engine
         self._config = config
         self._lifecycle = lifecycle
+        self._ignored = ignored
 
     async def handle(self, websocket: WebSocket) -> None:
         with self._lifecycle.socket():
             await websocket.accept(SUBPROTOCOL if SUBPROTOCOL in websocket.scope["subprotocols"] else None)
-            await Connection(websocket, self._engine, self._config, self._lifecycle).run()
+            await Connection(websocket, self._engine, self._config, self._lifecycle, self._ignored).run()
 
     async def refuse_http(self, request: Request) -> Response:
         raise UpgradeRequired("/ws speaks WebSocket; connect to it with a ws:// client")
@@ -70,11 +73,19 @@ class Live:
 
 
 class Connection:
-    def __init__(self, websocket: WebSocket, engine: Engine, config: ServerConfig, lifecycle: Lifecycle) -> None:
+    def __init__(
+        self,
+        websocket: WebSocket,
+        engine: Engine,
+        config: ServerConfig,
+        lifecycle: Lifecycle,
+        ignored: IgnoredFields,
+    ) -> None:
         self._websocket = websocket
         self._engine = engine
         self._config = config
         self._lifecycle = lifecycle
+        self._ignored = ignored
         self._prefix = f"ws-{secrets.token_hex(8)}"
         self._count = 0
         self._live: dict[str, Live] = {}
@@ -192,7 +203,9 @@ class Connection:
         served = served_now(self._engine, self._config)
         if ("messages" in frame) == ("prompt" in frame):
             raise InvalidRequest("send exactly one of messages and prompt", param="messages")
-        if "messages" in frame:
+        kind = ChatBody if "messages" in frame else CompletionBody
+        self._ignored.note(frame, kind, known=FRAME_FIELDS)
+        if kind is ChatBody:
             return chat_job(convert(frame, ChatBody), served, request_id)
         job = completion_job(convert(frame, CompletionBody), served, request_id)
         if len(job.requests) > 1:

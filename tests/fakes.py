@@ -45,8 +45,13 @@ class ByteTokenizer:
         return ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
-        rendered = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
-        return self.encode(rendered, add_special_tokens=False)
+        return self.encode_rendered(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return self.encode(text, add_special_tokens=False)
+
+    def fewest_tokens(self, text: str) -> int:
+        return len(text) // max([5, *map(len, self.pieces)])  # len("<bos>")
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """`role: content` lines, then `assistant: ` where the model is to go on."""

@@ -13,12 +13,14 @@ from nanoserve.async_engine import AsyncEngine
 from nanoserve.boot import BootProgress, Report
 from nanoserve.errors import (
     ContextLengthExceeded,
+    Draining,
     EngineFailed,
     InvalidRequest,
     NotReady,
     OutOfMemory,
     QueueFull,
 )
+from nanoserve.intake import LONG_CHARACTERS
 from nanoserve.metrics import Metrics
 from nanoserve.request import Request, TokenPrompt
 from tests.async_serving import ask, idle, in_flight, read, run, serving, status, until
@@ -242,6 +244,62 @@ def test_impossible_requests_leave_nothing_behind_and_neighbours_are_served() ->
             assert (await neighbour).text() == "n" * 50
             assert metrics.counters.rejected == 5
             await idle(metrics)
+
+    run(main())
+
+
+def long_prompt(reading: threading.Event, go: threading.Event) -> tuple[ScriptedRunner, dict[str, Any]]:
+    """A server whose tokenizer, at a long text, sets `reading` and waits for `go`."""
+
+    class Slow(ByteTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+            if len(text) > LONG_CHARACTERS:
+                reading.set()
+                assert go.wait(10)
+            return super().encode(text)
+
+        def fewest_tokens(self, text: str) -> int:
+            return 0
+
+    return ScriptedRunner(), {"tokenizer": Slow()}
+
+
+def test_others_are_served_while_a_long_prompt_is_read() -> None:
+    reading, go = threading.Event(), threading.Event()
+    runner, fields = long_prompt(reading, go)
+
+    async def main() -> None:
+        async with serving(runner, **fields) as (engine, metrics):
+            long = asyncio.create_task(engine.submit(ask(prompt="x" * (LONG_CHARACTERS + 1))))
+            await until(reading.is_set)
+            assert (await read(await engine.submit(ask(max_tokens=3)))).text() == "xxx"
+            go.set()
+            with pytest.raises(ContextLengthExceeded, match="the prompt is 8,193 tokens"):
+                await long
+            assert metrics.counters.rejected == 1
+            await idle(metrics)
+
+    run(main())
+
+
+@pytest.mark.parametrize("end", ["drain", "cancel"])
+def test_nothing_is_left_behind_when_a_long_prompt_is_read_too_late(end: str) -> None:
+    reading, go = threading.Event(), threading.Event()
+    runner, fields = long_prompt(reading, go)
+
+    async def main() -> None:
+        async with serving(runner, **fields, max_model_len=10_000, blocks=1000) as (engine, metrics):
+            long = asyncio.create_task(engine.submit(ask(prompt="x" * (LONG_CHARACTERS + 1))))
+            await until(reading.is_set)
+            if end == "drain":
+                await engine.drain(1.0)
+            else:
+                long.cancel()
+            go.set()
+            with pytest.raises(Draining if end == "drain" else asyncio.CancelledError):
+                await long
+            await idle(metrics)
+            assert runner.plans == []
 
     run(main())
 

@@ -18,17 +18,20 @@ VOCABULARY = 300
 LIMIT = 64
 
 
-def sequences(prompt: Prompt | str, tokenizer: ByteTokenizer | None = None, **params: Any) -> list[Sequence]:
+def intake(tokenizer: ByteTokenizer | None = None) -> Intake:
     """An intake whose model has 300 logits, 42 more than its tokenizer has tokens."""
-    intake = Intake(
+    return Intake(
         cast(Any, tokenizer or ByteTokenizer()),
         vocab_size=VOCABULARY,
         max_model_len=LIMIT,
         eos_token_ids=frozenset({256, 299}),
         block_size=16,
     )
+
+
+def sequences(prompt: Prompt | str, tokenizer: ByteTokenizer | None = None, **params: Any) -> list[Sequence]:
     prompt = TextPrompt(prompt) if isinstance(prompt, str) else prompt
-    return intake.sequences(Request("r", prompt, SamplingParams(**params)))
+    return intake(tokenizer).sequences(Request("r", prompt, SamplingParams(**params)))
 
 
 @pytest.mark.parametrize(
@@ -64,9 +67,9 @@ def test_request_is_refused_with_both_numbers_when_it_can_never_fit(length: int,
     assert (refused.value.param, refused.value.code) == ("max_tokens", "context_length_exceeded")
 
 
-@pytest.mark.parametrize("length", [64, 65, 5_000])
-def test_prompt_is_refused_when_it_leaves_no_room_for_an_answer(length: int) -> None:
-    with pytest.raises(ContextLengthExceeded, match=f"the prompt is {length:,} tokens; the limit is 64") as refused:
+@pytest.mark.parametrize(("length", "said"), [(64, "64"), (65, "65"), (5_000, "at least 1,000")])
+def test_prompt_is_refused_when_it_leaves_no_room_for_an_answer(length: int, said: str) -> None:
+    with pytest.raises(ContextLengthExceeded, match=f"the prompt is {said} tokens; the limit is 64") as refused:
         sequences("x" * length, max_tokens=1)
     assert refused.value.param == "prompt"
 
@@ -164,3 +167,32 @@ def test_request_is_left_as_it_was_when_values_are_normalised() -> None:
     )
     intake.sequences(request)
     assert request.params == before
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [TextPrompt("x" * 5 * LIMIT), ChatPrompt(({"role": "user", "content": "x" * 5 * LIMIT},))],
+    ids=["text", "chat"],
+)
+def test_prompt_is_refused_before_it_is_encoded_when_it_is_certain_not_to_fit(prompt: Prompt) -> None:
+    class Unread(ByteTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+            raise AssertionError("a hopeless prompt was encoded")
+
+    with pytest.raises(ContextLengthExceeded, match=r"the prompt is at least 6\d tokens; the limit is 64"):
+        sequences(prompt, Unread())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "long"),
+    [
+        (TextPrompt("x" * 8192), False),
+        (TextPrompt("x" * 8193), True),
+        (TokenPrompt((1,) * 8193), True),
+        (ChatPrompt(({"role": "user", "content": "x" * 4096}, {"role": "user", "content": "x" * 4000})), False),
+        (ChatPrompt(({"role": "user", "content": "x" * 4096},) * 2), True),
+        (ChatPrompt(({"role": "user", "content": "x", "tool_calls": [{}]},)), True),
+    ],
+)
+def test_prompt_is_long_when_reading_it_could_be_felt(prompt: Prompt, long: bool) -> None:
+    assert intake().is_long(prompt) is long

@@ -139,6 +139,12 @@ def test_digits_are_cut_before_white_space_as_the_model_was_trained(ours: Tokeni
     assert ours.encode("  12") == [ours.encode("  ")[0], *ours.encode("1"), *ours.encode("2")]
 
 
+@pytest.mark.parametrize("text", ["", "x", " " * 5000, "1" * 300, "hello world " * 50, "<|im_start|>" * 40, "é😊" * 99])
+def test_fewest_tokens_is_a_lower_bound_without_encoding(ours: Tokenizer, text: str) -> None:
+    assert ours.fewest_tokens(text) <= len(ours.encode(text))
+    assert ours.fewest_tokens(text * 100) >= len(text)
+
+
 def test_tokenizer_loads_within_a_quarter_of_a_second(smollm2_path: Path) -> None:
     """Processor time of the best of three, libraries imported: the machine may be busy with other tests."""
     source = ModelSource("gguf", smollm2_path, "smollm2-135m")

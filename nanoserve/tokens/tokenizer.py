@@ -67,7 +67,8 @@ class Tokenizer:
                 "send valid Unicode"
             ) from error
         backend = self._backend if parse_special else self._plain_backend
-        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        # The batch call, unlike `encode`, lets go of the GIL; a long text takes seconds.
+        ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if not add_special_tokens:
             return ids
         prefix = self._prefix_ids
@@ -80,9 +81,11 @@ class Tokenizer:
         Special tokens spelled out in a message's content become those tokens, as in transformers: the template's
         own markers and the user's text are one string by then.
         """
-        ids = self.encode(
-            self.render_chat(messages, add_generation_prompt=add_generation_prompt), add_special_tokens=False
-        )
+        return self.encode_rendered(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of what `render_chat` returned."""
+        ids = self.encode(text, add_special_tokens=False)
         prefix = self._prefix_ids
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 
@@ -105,6 +108,18 @@ class Tokenizer:
         if self.strips_leading_space:
             raw = raw.removeprefix(b" ")
         return raw.decode("utf-8", "replace")
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound on the tokens of `text`, without encoding it: 0 where the tokenizer may drop or merge text."""
+        if self._pieces.spelling != "byte_level" or self._backend.normalizer is not None:
+            return 0
+        return len(text) // self._longest_token_bytes
+
+    @cached_property
+    def _longest_token_bytes(self) -> int:
+        """Most bytes of text that one token stands for; a special token stands for its spelling."""
+        spelled = (self.token_bytes(i) or (self._pieces.token_of(i) or "").encode() for i in range(self.vocab_size))
+        return max(1, *map(len, spelled))
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._pieces.special_ids

@@ -212,6 +212,13 @@ def test_empty_stops_are_dropped_when_sent() -> None:
     assert params(stop="end").stop == ("end",)
 
 
+def test_stop_is_refused_when_it_is_longer_than_any_answer_needs() -> None:
+    assert params(stop=["x" * 1024]).stop == ("x" * 1024,)
+    with pytest.raises(InvalidRequest, match=r"a stop string has 1,025 characters; the limit is 1,024") as caught:
+        chat(stop=["a", "x" * 1025])
+    assert caught.value.param == "stop"
+
+
 def test_stop_is_refused_when_it_has_five_entries() -> None:
     with pytest.raises(InvalidRequest, match="stop has 5 entries; the limit is 4"):
         chat(stop=list("abcde"))
@@ -319,7 +326,26 @@ def test_prompts_are_refused_when_their_choices_are_too_many() -> None:
         text(prompt=["a"] * 64, n=3)
 
 
+def test_token_ids_are_the_same_when_one_of_a_million_is_a_float() -> None:
+    many = [7] * 1_000_000
+    whole, mixed = (text(prompt=ids).requests[0].prompt for ids in ([*many, 8], [*many, 8.0]))
+    assert whole == mixed == TokenPrompt((*many, 8))
+    with pytest.raises(InvalidRequest, match=r"prompt\[1000000\] is -1"):
+        text(prompt=[*many, -1])
+
+
 # --- messages
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [USER * 4097, [{"role": "user", "content": [{"type": "text", "text": "x"}] * 4096}, *USER]],
+    ids=["messages", "parts"],
+)
+def test_messages_are_refused_when_they_and_their_parts_are_too_many(messages: list[dict[str, Any]]) -> None:
+    with pytest.raises(InvalidRequest, match=r"messages has 4,097 entries, text parts counted; the limit is 4,096"):
+        chat(messages=messages)
+    assert len(rendered(*USER * 4096)) == 4096
 
 
 def test_parts_are_joined_when_content_is_a_list() -> None:
