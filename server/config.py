@@ -10,6 +10,7 @@ from nanoserve.errors import ConfigError
 
 MIB = 1024 * 1024
 LOOPBACK = ("localhost", "::1")
+MAX_SECONDS = 7 * 24 * 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +48,21 @@ class ServerConfig:
             if not key or key != key.strip():
                 raise ConfigError("an API key is empty or has spaces around it; pass a key that a header can carry")
         for origin in self.allowed_origins:
-            if origin != "*" and not urlsplit(origin).netloc:
+            if origin != "*" and not _names_a_host(origin):
                 raise ConfigError(f"allowed origin {origin!r} is no origin; pass one such as https://host:port, or *")
         for name in ("drain_seconds", "ping_seconds", "send_timeout_seconds"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; the limit is 0; pass a value from 0")
+            value = getattr(self, name)
+            if not 0 <= value <= MAX_SECONDS:  # NaN is refused too
+                raise ConfigError(f"{name} is {value}; the limit is 0 to {MAX_SECONDS:,}; pass a value inside it")
 
     @property
     def is_loopback(self) -> bool:
         """True if only this machine can reach the address."""
         return self.host in LOOPBACK or self.host.startswith("127.")
+
+
+def _names_a_host(origin: str) -> bool:
+    try:
+        return bool(urlsplit(origin).netloc)
+    except ValueError:  # brackets that hold no address
+        return False

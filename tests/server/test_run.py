@@ -107,7 +107,16 @@ def test_exit_code_is_3_with_one_line_and_no_engine_when_the_port_is_taken(capsy
 
 @pytest.mark.parametrize(
     "options",
-    [{"api_keys": ("",)}, {"api_keys": (" k",)}, {"allowed_origins": ("example.org",)}, {"drain_seconds": -1.0}],
+    [
+        {"api_keys": ("",)},
+        {"api_keys": (" k",)},
+        {"allowed_origins": ("example.org",)},
+        {"allowed_origins": ("http://[bad",)},
+        {"drain_seconds": -1.0},
+        {"drain_seconds": float("nan")},
+        {"drain_seconds": float("inf")},
+        {"ping_seconds": 1e30},
+    ],
 )
 def test_config_is_refused_when_a_value_cannot_work(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
