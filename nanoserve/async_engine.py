@@ -15,9 +15,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoserve.boot import Boot, Booted, BootProgress
+from nanoserve.completion import Completion
 from nanoserve.engine_thread import EngineThread
 from nanoserve.errors import ClientError, Draining, EngineFailed, InvalidRequest, NotReady, QueueFull, StartupError
 from nanoserve.intake import Intake
@@ -27,6 +28,9 @@ from nanoserve.output import OutputProcessor
 from nanoserve.request import Delta, FinishReason, Request
 from nanoserve.sequence import NewToken, Sequence
 from nanoserve.stream import RequestStream
+
+if TYPE_CHECKING:
+    from nanoserve.engine import Engine
 
 log = logging.getLogger("nanoserve")
 TICK_SECONDS = 0.1
@@ -313,7 +317,16 @@ class AsyncEngine:
         self._feed.publish(self._boot_event())
 
     async def _run_steps(self, thread: EngineThread, booted: Booted, outputs: OutputProcessor) -> None:
-        engine = booted.engine
+        completion = Completion()
+        try:
+            await self._step_for_ever(thread, completion, booted.engine, outputs)
+        finally:
+            booted.engine.settle()  # a step that still runs would write to a descriptor that is somebody else's by then
+            completion.close()
+
+    async def _step_for_ever(
+        self, thread: EngineThread, completion: Completion, engine: Engine, outputs: OutputProcessor
+    ) -> None:
         undelivered: list[NewToken] = []
         while True:
             plan = engine.plan()
@@ -330,8 +343,15 @@ class AsyncEngine:
                 continue
             outputs.scheduled(plan.chunk_sequences)
             self._step_started = time.monotonic()
-            step = thread.submit(engine.launch, plan)
-            outputs.deliver(undelivered)
-            outcome = await step
+            if engine.starts:
+                # The compute threads are not Python's: no hop to another thread, and none to compete for the GIL.
+                started = engine.start(plan, completion.write_fd)
+                outputs.deliver(undelivered)
+                await completion.wait()
+                outcome = engine.finish_step(started)
+            else:
+                step = thread.submit(engine.launch, plan)
+                outputs.deliver(undelivered)
+                outcome = await step
             self._step_started = None
             undelivered = engine.commit(plan, outcome)

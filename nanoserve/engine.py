@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 from nanoserve.blocks import BlockPool
 from nanoserve.buckets import Shape, key_of
@@ -58,6 +59,23 @@ class Engine:
 
     def launch(self, plan: StepPlan) -> StepOutcome:
         return self.runner.run(plan)
+
+    @property
+    def starts(self) -> bool:
+        """Whether a step can run beside its caller: then `start` and `finish` take the place of `launch`."""
+        return self.runner.starts
+
+    def start(self, plan: StepPlan, notify_fd: int) -> Any:
+        """Start the step and return; `notify_fd` is written to when it is over."""
+        return self.runner.start(plan, notify_fd)
+
+    def finish_step(self, started: Any) -> StepOutcome:
+        return self.runner.finish(started)
+
+    def settle(self) -> None:
+        """Return once no started step runs."""
+        if self.starts:
+            self.runner.settle()
 
     def commit(self, plan: StepPlan, outcome: StepOutcome) -> list[NewToken]:
         """The tokens that count: those of sequences that were still wanted when the step ended."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from nanoserve.buckets import DecodePlan, GraphKey, PagedPlan
 from nanoserve.errors import GateError
@@ -33,6 +33,20 @@ class GraphBackend(Protocol):
 
     def arena_bytes(self) -> int | None:
         """Bytes the recordings hold beside weights and pool; None where the backend does not know."""
+
+
+@runtime_checkable
+class StartingBackend(Protocol):
+    """A backend whose replays run on threads of its own."""
+
+    def start(self, replays: Sequence[Callable[[], T]], notify_fd: int) -> None:
+        """Start them, in order, and return; 8 bytes are written to `notify_fd` at the end."""
+
+    def outputs(self, replays: Sequence[Callable[[], T]]) -> list[T]:
+        """What each left behind, once they are over."""
+
+    def wait(self) -> None:
+        """Return once nothing runs."""
 
 
 @dataclass(slots=True)
@@ -104,14 +118,38 @@ class GraphSet(Generic[T]):
     def replay_step(self, keys: Sequence[GraphKey], plan: PagedPlan) -> list[T]:
         """Run the graphs of one paged step, its body and, where it chooses tokens, its head, in one launch. Raises
         KeyError if one is not recorded."""
+        results = self.backend.run([self._entries[key].replay for key in keys])
+        self._count_step(keys, plan)
+        return results
+
+    @property
+    def starts(self) -> bool:
+        """Whether the backend runs beside its caller: `start_step` and `finish_step`."""
+        return isinstance(self.backend, StartingBackend)
+
+    def start_step(self, keys: Sequence[GraphKey], notify_fd: int) -> None:
+        """Start what `replay_step` runs, and return; `notify_fd` is written to at its end."""
+        assert isinstance(self.backend, StartingBackend), f"the backend {self.backend.name} runs in its caller"
+        self.backend.start([self._entries[key].replay for key in keys], notify_fd)
+
+    def finish_step(self, keys: Sequence[GraphKey], plan: PagedPlan) -> list[T]:
+        """What a started step that is over left behind."""
+        assert isinstance(self.backend, StartingBackend), f"the backend {self.backend.name} runs in its caller"
+        self._count_step(keys, plan)
+        return self.backend.outputs([self._entries[key].replay for key in keys])
+
+    def settle(self) -> None:
+        """Return once nothing that was started runs."""
+        if isinstance(self.backend, StartingBackend):
+            self.backend.wait()
+
+    def _count_step(self, keys: Sequence[GraphKey], plan: PagedPlan) -> None:
         entries = [self._entries[key] for key in keys]
-        results = self.backend.run([entry.replay for entry in entries])
         reals = (plan.real_rows, plan.real_logit_rows)
         for entry, real in zip(entries, reals, strict=False):
             entry.replays += 1
             entry.real_rows += real
             entry.pad_rows += entry.key.rows - real
-        return results
 
     def rehearse(self, *keys: GraphKey) -> list[T]:
         """Run graphs without counting them: the warm-up's own tests. Raises KeyError if one is not recorded."""

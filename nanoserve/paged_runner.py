@@ -8,6 +8,7 @@ graphs recorded before, prefill included. Runs on the engine thread, as `runner.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -25,6 +26,19 @@ from nanoserve.runner import DecodeOutput
 from nanoserve.sequence import Sequence, StepPlan
 from nanoserve.slots import SlotTable
 from nanoserve.step import Chooser, StepOutcome, check_mirror, edit_slots, row_sampling
+
+
+@dataclass(frozen=True, slots=True)
+class StartedStep:
+    """A step whose numbers are written. `hit` if its graphs, the body's first, were recorded before; times in seconds
+    of the runner's clock."""
+
+    plan: PagedPlan
+    keys: list[GraphKey]
+    sequences: tuple[Sequence, ...]
+    hit: bool
+    started_at: float
+    replayed_at: float
 
 
 class PagedRunner:
@@ -70,6 +84,31 @@ class PagedRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutcome:
         """Run `plan`; returns when its tokens are on the host."""
+        step = self._prepare(plan)
+        return self._conclude(step, self.graphs.replay_step(step.keys, step.plan))
+
+    @property
+    def starts(self) -> bool:
+        """Whether the backend can run a step beside its caller (`start` and `finish`)."""
+        return self.graphs.starts
+
+    @torch.inference_mode()
+    def start(self, plan: StepPlan, notify_fd: int) -> StartedStep:
+        """Start `plan` and return; `notify_fd` is written to when it is over, which is when `finish` may be called."""
+        step = self._prepare(plan)
+        self.graphs.start_step(step.keys, notify_fd)
+        return step
+
+    @torch.inference_mode()
+    def finish(self, step: StartedStep) -> StepOutcome:
+        return self._conclude(step, self.graphs.finish_step(step.keys, step.plan))
+
+    def settle(self) -> None:
+        """Return once no started step runs."""
+        self.graphs.settle()
+
+    def _prepare(self, plan: StepPlan) -> StartedStep:
+        """Edit the slot table and write the step's numbers; afterwards every graph it takes exists."""
         started = self._clock()
         edit_slots(plan, self.slots, self._inputs.last_tokens)
         rows = StepRows()
@@ -82,17 +121,21 @@ class PagedRunner:
         ending = [s for s, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True) if chunk.last]
         sequences = (*plan.decode_sequences, *ending)
         padded = plan_step(rows, self.shapes, sink_slot=self.slots.sink_slot, pad_row=self._pad_row)
-        missing = [key for key in _keys(padded) if key not in self.graphs]
+        keys = _keys(padded)
+        missing = [key for key in keys if key not in self.graphs]
         for key in missing:
             self._capture_late(key)
         self._write(padded, [row_sampling(sequence) for sequence in sequences])
-        began = self._clock()
-        outputs = self.graphs.replay_step(_keys(padded), padded)
-        body = GraphKey("body", padded.rows, None)
-        self.graphs.add_seconds(body, self._clock() - began)
-        new = self._chooser.choose(sequences, outputs[1].logits, outputs[1].tokens) if padded.head_rows else []
-        seconds = self._clock() - started
-        return StepOutcome(tuple(new), body, True, not missing, padded.pad_rows, seconds, chunks_replayed=True)
+        return StartedStep(padded, keys, sequences, not missing, started, self._clock())
+
+    def _conclude(self, step: StartedStep, outputs: list[DecodeOutput]) -> StepOutcome:
+        """Take the tokens of a step that is over."""
+        now = self._clock()
+        self.graphs.add_seconds(step.keys[0], now - step.replayed_at)
+        new = self._chooser.choose(step.sequences, outputs[1].logits, outputs[1].tokens) if step.plan.head_rows else []
+        return StepOutcome(
+            tuple(new), step.keys[0], True, step.hit, step.plan.pad_rows, now - step.started_at, chunks_replayed=True
+        )
 
     def _capture_late(self, key: GraphKey) -> None:
         if self._strict:

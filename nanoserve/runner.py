@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,6 +105,17 @@ class Runner:
             new += self._prefill(plan)
         replayed = shape is not None and self.graphs is not None
         return StepOutcome(tuple(new), shape, replayed, hit, pad_rows, self._clock() - started)
+
+    starts = False
+
+    def start(self, plan: StepPlan, notify_fd: int) -> Any:
+        raise TypeError("a rectangle step runs in its caller")
+
+    def finish(self, step: Any) -> StepOutcome:
+        raise TypeError("a rectangle step runs in its caller")
+
+    def settle(self) -> None:
+        """Nothing runs beside its caller."""
 
     # --- decode --------------------------------------------------------------------------------------------
 

@@ -51,6 +51,18 @@ class StepRunner(Protocol):
     def run(self, plan: StepPlan) -> StepOutcome:
         """Run `plan`; returns when its tokens are on the host."""
 
+    @property
+    def starts(self) -> bool:
+        """Whether steps can run beside their caller."""
+
+    def start(self, plan: StepPlan, notify_fd: int) -> Any:
+        """Start `plan` and return what `finish` takes once `notify_fd` has been written to."""
+
+    def finish(self, step: Any) -> StepOutcome: ...
+
+    def settle(self) -> None:
+        """Return once no started step runs."""
+
     def capture(self, shape: Any, origin: Origin) -> Any:
         """Record the graph of a shape on a plan that is all padding."""
 

@@ -68,6 +68,7 @@ class ScriptedRunner:
     step; `fail_at` raises in the step of that number. `plans` are all the plans it ran."""
 
     graphs = None
+    starts = False
     shapes = None
 
     def __init__(self, script: Script = lambda *_: ord("x"), *, seconds: float = 0.0) -> None:
@@ -110,6 +111,7 @@ class HashRunner:
     the plan names; the next token is a function of all of it and of (seed, choice, position)."""
 
     graphs = None
+    starts = False
     shapes = None
 
     def __init__(self, pool: BlockPool, *, max_sequences: int, width: int, vocab_size: int) -> None:

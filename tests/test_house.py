@@ -20,7 +20,7 @@ RANKS: list[list[str]] = [
     ["nanoserve.runners"],
     ["nanoserve.choices"],
     ["nanoserve.async_engine"],
-    ["nanoserve.boot", "nanoserve.engine_thread", "nanoserve.live", "nanoserve.stream"],
+    ["nanoserve.boot", "nanoserve.completion", "nanoserve.engine_thread", "nanoserve.live", "nanoserve.stream"],
     ["nanoserve.output", "nanoserve.intake"],
     ["nanoserve.engine"],
     ["nanoserve.paged_runner"],
@@ -46,7 +46,18 @@ RANKS: list[list[str]] = [
     ["nanoserve"],
 ]
 NO_TORCH = ["scheduler", "blocks", "buckets", "memory", "config", "request", "errors", "metrics", "source", "gguf_file"]
-NO_TORCH += ["tokens", "output", "intake", "live", "stream", "boot", "engine_thread", "async_engine", "ops"]
+NO_TORCH += [
+    "tokens",
+    "output",
+    "intake",
+    "live",
+    "stream",
+    "boot",
+    "completion",
+    "engine_thread",
+    "async_engine",
+    "ops",
+]
 NO_TORCH += ["sequence", "probe"]
 
 

@@ -108,13 +108,26 @@ class NativeBackend:
         return NativeReplay(self, self._ops.finish(), output)  # type: ignore[return-value]
 
     def run(self, replays: Sequence[Callable[[], T]]) -> list[T]:
-        programs: list[NativeReplay] = list(replays)  # type: ignore[arg-type]
-        key = tuple(id(replay.program) for replay in programs)
+        self._pool.run(self._launch_of(replays))
+        return self.outputs(replays)
+
+    def start(self, replays: Sequence[Callable[[], T]], notify_fd: int) -> None:
+        self._pool.launch(self._launch_of(replays), notify_fd)
+
+    def outputs(self, replays: Sequence[Callable[[], T]]) -> list[T]:
+        return [replay.output for replay in replays]  # type: ignore[attr-defined]
+
+    def wait(self) -> None:
+        self._pool.wait()
+
+    def _launch_of(self, replays: Sequence[Callable[[], T]]) -> native_lib.Launch:
+        """The programs as one launch, made once for each combination of them."""
+        programs: list[Program] = [replay.program for replay in replays]  # type: ignore[attr-defined]
+        key = tuple(id(program) for program in programs)
         launch = self._launches.get(key)
         if launch is None:
-            launch = self._launches[key] = segments([replay.program for replay in programs])
-        self._pool.run(launch)
-        return [replay.output for replay in programs]  # type: ignore[misc]
+            launch = self._launches[key] = segments(programs)
+        return launch
 
     def arena_bytes(self) -> int | None:
         return self._ops.arena_bytes
