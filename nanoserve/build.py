@@ -42,13 +42,14 @@ RECTANGLE_MODEL_LEN = 2048
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Everything but warm."""
+    """Everything but warm. `weight_bytes` is what a step reads of the weights."""
 
     engine: Engine
     intake: Intake
     model: ModelConfig
     pool: KVPoolPlan
     choices: Choices
+    weight_bytes: int
 
     @property
     def facts(self) -> ModelFacts:
@@ -137,7 +138,7 @@ def prepare(
     # A full collection walks every object that torch and its like brought: 80 ms in the middle of somebody's stream.
     gc.collect()
     gc.freeze()
-    return Prepared(engine, intake, loaded.config, pool_plan, choices)
+    return Prepared(engine, intake, loaded.config, pool_plan, choices, loaded.decoder.weights.step_bytes)
 
 
 def _left_free(prepared: Prepared) -> int:

@@ -24,6 +24,7 @@ from nanoserve.bench.warm_picture import draw
 from nanoserve.bench.warm_tables import Serving, budget_table, paid_table
 from nanoserve.cli import build_parser, main
 from tests.checkout import ROOT
+from tests.tiny_folder import write_served_model
 
 SERVING = Serving(rows=256, width=8192, multiple=128, seconds_per_graph=0.05, trim_rows=8, trim_width=2048)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -308,3 +309,25 @@ def test_canvas_escapes_and_labels_what_it_is_given() -> None:
     assert root.findtext(f"{SVG}title") == '<"&'
     assert root.get("aria-labelledby") == "title description"
     assert texts(canvas.markup()) == ["a < b & c"]
+
+
+# --- bench engine ----------------------------------------------------------------------------------------------------
+
+
+def test_engine_measures_whole_steps_and_what_they_read_when_the_model_is_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_served_model(tmp_path / "tiny", num_hidden_layers=1)
+    shapes = ["--rows", "1", "3", "--context", "20", "--prefill", "9", "--prefill-tokens", "4", "--repeats", "2"]
+    flags = ["--model", folder, "--kernels", "reference", "--threads", "1", *shapes, "--csv", tmp_path / "csv"]
+    out, result = bench(capsys, "engine", *flags)
+    assert [(each["rows"], each["context"]) for each in result["decode"]] == [(1, 20), (3, 20)]
+    token_bytes = 2 * 1 * 2 * 16 * 4
+    reads = [each["megabytes"] * 1e6 for each in result["decode"]]
+    assert reads == [pytest.approx(result["weight_bytes"] + rows * 20 * token_bytes) for rows in (1, 3)]
+    (prefill,) = result["prefill"]
+    assert prefill["megabytes"] * 1e6 == pytest.approx(3 * result["weight_bytes"] + (4 + 8 + 9) * token_bytes)
+    assert prefill["tokens_per_second"] == pytest.approx(9 / prefill["seconds"])
+    assert all(each["least_seconds"] <= each["seconds"] for each in (*result["decode"], prefill))
+    assert "reference kernels, 1 threads" in out
+    assert (tmp_path / "csv" / "engine-decode.csv").read_text().startswith("kind,rows,context,seconds")

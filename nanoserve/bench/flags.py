@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import get_args
 
-from nanoserve.config import GraphBackend
+from nanoserve.config import EngineConfig, GraphBackend, Kernels
 from nanoserve.errors import ConfigError
 
 
@@ -49,6 +49,21 @@ def add_stalls_flags(parser: argparse.ArgumentParser) -> None:
     _add_output_flags(parser)
 
 
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model and kernels").add_argument
+    add("--model", default=EngineConfig().model, help="folder, .gguf file, hub id or short name")
+    add("--kernels", default="auto", choices=get_args(Kernels), help="what computes")
+    add("--threads", type=int, help="compute threads (default: one per core)")
+    add = parser.add_argument_group("what is measured").add_argument
+    add("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N", help="sequences that decode")
+    add("--context", type=int, nargs="+", default=[192, 1024], metavar="N", help="tokens of each")
+    add("--prefill", type=int, nargs="+", default=[128, 512, 2048], metavar="N", help="tokens of a prompt")
+    add("--prefill-tokens", type=int, default=EngineConfig().prefill_tokens, help="prompt tokens of one step")
+    add("--repeats", type=int, default=15, help="steps of each kind; a figure is their median")
+    add = parser.add_argument_group("output").add_argument
+    add("--csv", type=Path, metavar="DIR", help="write the tables there, one file each")
+
+
 def _add_subject_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model and backend").add_argument
     add("--model", help="folder, .gguf file, hub id or short name (default: a tiny random decoder, made in memory)")
@@ -75,12 +90,13 @@ def check_flags(args: argparse.Namespace) -> None:
     for name, value in vars(args).items():
         for each in value if isinstance(value, list) else [value]:
             _check_number(name, each)
-    for tokens in args.generated if isinstance(args.generated, list) else [args.generated]:
+    generated = getattr(args, "generated", [])
+    for tokens in generated if isinstance(generated, list) else [generated]:
         if tokens < 2:
             raise ConfigError(f"--generated is {tokens}; an answer of at least 2 tokens has a decode step; raise it")
     if args.csv is not None:
         _make_folder(args.csv, "--csv")
-    if args.picture is not None:
+    if getattr(args, "picture", None) is not None:
         if args.picture.suffix.lower() != ".svg":
             raise ConfigError(f"--picture {args.picture} is no SVG file; give it a name that ends in .svg")
         _make_folder(args.picture.parent, "--picture")

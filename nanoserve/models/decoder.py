@@ -60,6 +60,11 @@ class DecoderWeights:
             tensors += [getattr(layer, name) for name in LayerWeights.__slots__]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
+    @property
+    def step_bytes(self) -> int:
+        """Bytes a step reads of them: all but an embedding table that is not the head, of which it reads rows."""
+        return self.nbytes - (self.embed.nbytes if self.head is not self.embed else 0)
+
 
 class Decoder:
     """Stateless: weights and tables in, hidden states and logits out. `cos` and `sin` are `[max_positions, head_dim/2]`
