@@ -28,7 +28,7 @@ from nanoserve.metrics import Metrics
 from nanoserve.models.config import ModelConfig, load_config
 from nanoserve.models.load import LoadedModel, load_model
 from nanoserve.probe import cores, free_host_bytes
-from nanoserve.readiness import ModelFacts, describe_shapes, make_ready, price_plan
+from nanoserve.readiness import ModelFacts, describe_shapes, make_ready, memory_is_enough, price_plan
 from nanoserve.runners import Parts, native_runner, native_weights, paged_runner, rectangle_runner
 from nanoserve.scheduler import Scheduler
 from nanoserve.source import resolve
@@ -126,7 +126,8 @@ def prepare(
     tokenizer = load_tokenizer(source)
     pool_plan = plan_pool(choices, loaded.config, loaded.dtype)
     log.info(pool_plan.describe())
-    engine = assemble(choices, loaded, pool_plan, metrics, ops=ops, backend=backend)
+    with memory_is_enough("the step buffers", "--max-sequences, --max-model-len, --prefill-tokens or --width-multiple"):
+        engine = assemble(choices, loaded, pool_plan, metrics, ops=ops, backend=backend)
     eos = frozenset(loaded.config.eos_token_ids) | tokenizer.eos_token_ids
     intake = Intake(
         tokenizer,

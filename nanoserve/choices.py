@@ -18,17 +18,18 @@ if TYPE_CHECKING:
     from nanoserve.kernels.native_lib import NativeLibrary
 
 log = logging.getLogger("nanoserve")
-COUNTS = (
-    "max_sequences",
-    "block_size",
-    "width_multiple",
-    "prefill_tokens",
-    "max_queued",
-    "warm_rows",
-    "warm_width",
-    "threads",
-)
-MAX_COUNT = 2**31 - 1  # what torch takes for a number of threads; no other count comes near it
+MAX_COUNT = 2**31 - 1
+COUNTS = {
+    "max_sequences": 1 << 16,
+    "block_size": 1 << 16,
+    "width_multiple": 1 << 20,
+    "prefill_tokens": 1 << 20,
+    "max_queued": MAX_COUNT,
+    "warm_rows": MAX_COUNT,
+    "warm_width": MAX_COUNT,
+    "threads": 1024,  # OpenMP ends the process when the system has no thread left to give
+}
+"""The highest value of each flag that counts; the lowest is 1. Above it lies a typing error, not a deployment."""
 NATIVE_BLOCK, NATIVE_LANES, NATIVE_MAX_HEAD_DIM = 16, 16, 256
 RECTANGLE_SEQUENCES, PAGED_SEQUENCES = 8, 32
 """How many sequences run at once by default: a rectangle pays for every row at every width, a paged step only for what
@@ -63,10 +64,10 @@ def choose(config: EngineConfig, model: ModelConfig | None = None) -> Choices:
 
 def check_config(config: EngineConfig) -> None:
     """Raises ConfigError for flags outside their range or that contradict each other."""
-    for name in COUNTS:
+    for name, limit in COUNTS.items():
         value = getattr(config, name)
-        if value is not None and not 1 <= value <= MAX_COUNT:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be from 1 to {MAX_COUNT:,}")
+        if value is not None and not 1 <= value <= limit:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be from 1 to {limit:,}")
     for name in ("warmup_seconds", "self_test_seconds"):
         value = getattr(config, name)
         if value is not None and not value >= 0.0:  # NaN is refused too
@@ -91,6 +92,8 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"--device {name!r} is no device; use auto, cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name}: there are no kernels for {device.type}; use auto, cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"--device {name}: no CUDA device here, or none that torch can use; use --device cpu")
     return device

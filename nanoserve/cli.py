@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from nanoserve import __version__
 from nanoserve.boot import Booted, Report
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     from nanoserve.bench import add_bench_parser
 
-    parser = argparse.ArgumentParser(prog="nanoserve", description="An LLM inference engine and streaming server.")
+    parser = _Parser(prog="nanoserve", description="An LLM inference engine and streaming server.")
     parser.add_argument("--version", action="version", version=f"nanoserve {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     serve = commands.add_parser("serve", help="serve a model over HTTP and WebSocket", formatter_class=_Formatter)
@@ -47,6 +47,12 @@ def build_parser() -> argparse.ArgumentParser:
     chat.set_defaults(run=run_chat, max_sequences=1)  # one conversation: no other row is ever decoded
     add_bench_parser(commands, formatter_class=_Formatter)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, as for every other mistake: the usage of forty flags would push it off the screen."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):

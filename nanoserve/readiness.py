@@ -43,6 +43,8 @@ from nanoserve.warmup import (
 from nanoserve.warmup.selftest import PROMPT_TOKENS
 
 log = logging.getLogger("nanoserve")
+WARMUP_FLAGS = "--kv-memory, --warm-width, --warm-rows or --max-sequences"
+"""What to lower where the warm-up, or the K/V pool at its first use, does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ def price_plan(
 
     # Only what the ceilings leave may be tried: a shape that memory does not hold must not be recorded for its price.
     candidates = plan(CostModel(0.0, 0.0), None).shapes if config.warmup_seconds != 0 else ()
-    with _memory_is_enough():
+    with memory_is_enough("the warm-up", WARMUP_FLAGS):
         cost = price(engine.runner, candidates)
     return plan(cost, config.warmup_seconds), cost
 
@@ -156,7 +158,7 @@ def make_ready(
             meter.update(done - meter.n)
             report(BootProgress("warming", done, total, eta))
 
-        with _memory_is_enough():
+        with memory_is_enough("the warm-up", WARMUP_FLAGS):
             warmed = engine.warm_decode(plan.shapes, cost=cost, predicted_bytes=plan.predicted_bytes, progress=progress)
     graphs, shapes = engine.runner.graphs, _shapes(engine)
     assert graphs is not None, "a warm-up without a graph set"
@@ -178,17 +180,15 @@ def make_ready(
 
 
 @contextmanager
-def _memory_is_enough() -> Iterator[None]:
-    """Raises OutOfMemory where torch cannot allocate what a recording, or the K/V pool at its first use, needs."""
+def memory_is_enough(what: str, flags: str) -> Iterator[None]:
+    """Raises OutOfMemory, naming `flags` to lower, where torch cannot allocate what `what` needs."""
     try:
         yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
-        reason = str(error).splitlines()[0]
-        raise OutOfMemory(
-            f"the warm-up ran out of memory ({reason}); lower --kv-memory, --warm-width, --warm-rows or --max-sequences"
-        ) from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise OutOfMemory(f"{what} ran out of memory ({reason}); lower {flags}") from error
 
 
 def boot_line(readiness: Readiness) -> str:

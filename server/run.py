@@ -98,12 +98,20 @@ def log_config(level: str) -> dict[str, Any]:
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+        "filters": {"refusals": {"()": _NotRefusal}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line", "filters": ["refusals"]}},
         "loggers": {
             "uvicorn": {**common, "level": uvicorn_level},
             "nanoserve": {**common, "level": level.upper()},
         },
     }
+
+
+class _NotRefusal(logging.Filter):
+    """uvicorn takes a WebSocket that was refused by an HTTP response, a foreign origin's say, for an app's mistake."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.msg != "ASGI callable returned without completing handshake."
 
 
 def uvicorn_config(app: App) -> uvicorn.Config:

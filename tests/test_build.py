@@ -17,6 +17,7 @@ from nanoserve.choices import check_config, pick_backend, pick_device, pick_dtyp
 from nanoserve.config import EngineConfig
 from nanoserve.errors import ConfigError, ModelUnavailable, OutOfMemory
 from nanoserve.metrics import Metrics
+from nanoserve.readiness import memory_is_enough
 from nanoserve.request import Request, SamplingParams, TextPrompt
 from tests.tiny_engines import SlowBackend
 from tests.tiny_folder import EOS, VOCAB_SIZE, write_served_model
@@ -202,13 +203,13 @@ def test_dry_run_says_the_pool_only_when_nothing_is_recorded(folder: Path) -> No
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_sequences": 0}, "--max-sequences is 0; it must be from 1 to 2,147,483,647"),
+        ({"max_sequences": 0}, "--max-sequences is 0; it must be from 1 to 65,536"),
         ({"block_size": -1}, "--block-size is -1; it must be from 1"),
         ({"width_multiple": 0}, "--width-multiple is 0"),
         ({"prefill_tokens": 0}, "--prefill-tokens is 0"),
         ({"max_queued": 0}, "--max-queued is 0"),
         ({"threads": 0}, "--threads is 0"),
-        ({"threads": 2**31}, "--threads is 2147483648; it must be from 1 to 2,147,483,647"),
+        ({"threads": 2048}, "--threads is 2048; it must be from 1 to 1,024"),
         ({"warm_rows": 0}, "--warm-rows is 0"),
         ({"warm_width": -5}, "--warm-width is -5"),
         ({"warmup_seconds": -1.0}, "--warmup-seconds is -1.0; it must be a number of seconds, at least 0"),
@@ -242,6 +243,21 @@ def test_start_is_refused_when_the_pool_does_not_fit(folder: Path) -> None:
         build(folder, kv_memory_bytes=100)
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...\nmore")]
+)
+def test_error_names_the_flags_to_lower_when_memory_runs_out(error: Exception) -> None:
+    with (
+        pytest.raises(
+            OutOfMemory, match=r"^the table ran out of memory \(.*(MemoryError|you tried .*)\); lower --flag$"
+        ),
+        memory_is_enough("the table", "--flag"),
+    ):
+        raise error
+    with pytest.raises(RuntimeError, match="another fault"), memory_is_enough("the table", "--flag"):
+        raise RuntimeError("another fault")
+
+
 def test_start_is_refused_when_there_is_no_such_model(tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable):
         build(tmp_path / "nothing")
@@ -260,6 +276,8 @@ def test_device_is_the_cpu_when_auto_finds_no_accelerator() -> None:
 def test_device_is_refused_when_it_is_none() -> None:
     with pytest.raises(ConfigError, match="'toaster' is no device; use auto, cpu or cuda"):
         pick_device("toaster")
+    with pytest.raises(ConfigError, match="--device mps: there are no kernels for mps; use auto, cpu or cuda"):
+        pick_device("mps")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

@@ -62,6 +62,27 @@ def test_dry_run_prints_the_priced_plan_and_ends(tmp_path: Path, capsys: pytest.
     assert re.search(r"predicted [\d.]+ s and [\d.]+ MB$", plan)
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            ["serve", "--port", "x"],
+            "nanoserve serve: argument --port: invalid int value: 'x'; see ",
+        ),
+        (["serve", "--kv-memory", "0"], "nanoserve serve: argument --kv-memory: '0' is no size;"),
+        (["chat", "--nope"], "nanoserve: unrecognized arguments: --nope; see nanoserve --help"),
+        ([], "nanoserve: the following arguments are required: command; see nanoserve --help"),
+    ],
+)
+def test_error_is_one_line_when_a_flag_cannot_be_read(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(said)
+
+
 def test_error_is_one_line_and_its_own_code_when_the_model_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

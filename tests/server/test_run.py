@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import inspect
+import logging
 import os
 import signal
 import socket
@@ -15,12 +17,13 @@ from typing import Any
 
 import pytest
 import requests
+from uvicorn.protocols.websockets import websockets_sansio_impl
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from nanoserve.errors import ConfigError, PortTaken
 from server.config import ServerConfig
-from server.run import bind, exposure_warning, page_address, serve
+from server.run import bind, exposure_warning, log_config, page_address, serve
 from tests.checkout import ROOT
 from tests.server.fake_engine import Script, ScriptedEngine
 from tests.server.support import CHAT, HELLO, error_of, payloads, serving, wait_until
@@ -286,3 +289,15 @@ def test_server_and_engine_front_import_without_torch_and_transformers() -> None
 def test_root_logger_is_left_alone_when_the_server_is_imported() -> None:
     check = "import logging, server.run; assert not logging.getLogger().handlers"
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, timeout=60)
+
+
+def test_refused_socket_is_no_line_in_the_log_while_other_errors_are() -> None:
+    """uvicorn logs an error for every WebSocket that is answered with an HTTP response; the text is uvicorn's own."""
+    text = "ASGI callable returned without completing handshake."
+    assert text in inspect.getsource(websockets_sansio_impl)
+    keep = log_config("info")["filters"]["refusals"]["()"]()
+
+    def said(message: str) -> bool:
+        return bool(keep.filter(logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, message, None, None)))
+
+    assert (said(text), said("Exception in ASGI application")) == (False, True)
