@@ -264,6 +264,8 @@ class AsyncEngine:
                 event["exit_code"] = self._exit_code
         elif self._draining:
             event["stage"] = "draining"
+        elif self._booted is not None and self._booted.degraded():
+            event["stage"] = "degraded"
         return event
 
     def _report(self, progress: BootProgress) -> None:

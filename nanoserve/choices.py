@@ -58,6 +58,8 @@ def choose(config: EngineConfig, model: ModelConfig | None = None) -> Choices:
     read: Literal["rectangle", "paged"] = "paged" if library is not None else "rectangle"
     if config.attention_read != "auto":
         read = config.attention_read
+    if read == "paged" and library is None and device.type == "cuda":
+        raise ConfigError("the paged read has no kernel that a CUDA graph can hold; drop --attention-read paged")
     sequences = config.max_sequences or (PAGED_SEQUENCES if read == "paged" else RECTANGLE_SEQUENCES)
     return Choices(replace(config, attention_read=read, max_sequences=sequences), device, library)
 

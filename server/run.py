@@ -168,7 +168,7 @@ class Server(uvicorn.Server):
         async for event in self._app.engine.events():
             if event.get("type") != "boot":
                 continue
-            if event["stage"] == "ready":
+            if event["stage"] in ("ready", "degraded"):
                 print(f"nanoserve is ready: {self._address}", flush=True)
                 return
             if event["stage"] == "failed" and event.get("exit_code") is not None:

@@ -71,7 +71,7 @@ async def serving(
     engine = AsyncEngine(boot, metrics, model_names=("tiny",), version="1.0", max_queued=max_queued)
     async with engine:
         if fields.get("before") is None:
-            await until(lambda: status(engine) in ("ready", "failed"))
+            await until(lambda: status(engine) in ("ready", "degraded", "failed"))
         yield engine, metrics
         runner.gate.set()
 

@@ -242,8 +242,10 @@ def scripted_boot(
     prefill_tokens: int = 64,
     tokenizer: ByteTokenizer | None = None,
     before: Callable[[Report], None] = lambda report: None,
+    degraded: str | None = None,
 ) -> Boot:
-    """A boot that builds an engine around `runner`; `before` runs first, on the engine thread."""
+    """A boot that builds an engine around `runner`; `before` runs first, on the engine thread. `degraded` is what the
+    engine says of itself."""
 
     def boot(report: Report) -> Booted:
         before(report)
@@ -257,7 +259,7 @@ def scripted_boot(
             eos_token_ids=tokens.eos_token_ids,
             block_size=block_size,
         )
-        return Booted(engine=engine, intake=intake, kernels="scripted", kv_pool={})
+        return Booted(engine=engine, intake=intake, kernels="scripted", kv_pool={}, degraded=lambda: degraded)
 
     return boot
 

@@ -357,3 +357,14 @@ def test_answers_match_when_the_tokenizer_strips_a_leading_space() -> None:
             assert (await read(await engine.submit(ask(prompt="The capital of")))).text() == " Paris"
 
     run(main())
+
+
+def test_live_events_say_degraded_when_the_engine_serves_less_than_it_promises() -> None:
+    async def main() -> dict[str, Any]:
+        async with serving(ScriptedRunner(), degraded="4 shapes without a graph") as (engine, _):
+            async for event in engine.events():
+                return event
+        raise AssertionError("no event")
+
+    event = run(main())
+    assert (event["type"], event["stage"]) == ("boot", "degraded")

@@ -1,10 +1,10 @@
-/* Threads, barriers and the sharing of jobs.
+/* Threads and the sharing of jobs.
  *
- * A launch wakes the threads once. They then meet after every record: the last to arrive runs the records that follow
- * as long as those are too small to share, opens the next one that is not, and lets the others go. Each thread has a
- * range of a record's jobs and takes from its own first, then from the others', so a core that the machine lends to
- * somebody else delays one job and not a share. Waiting spins for some tens of microseconds, then sleeps; with nothing
- * launched every thread sleeps.
+ * A launch wakes the threads once. One record at a time is open: threads take its jobs until there are none, and whoever
+ * finishes the last one runs the records that follow, as long as those are too small to share, and opens the next that is
+ * not. A record is over when its jobs are, not when every thread has come by: a core that the machine lends to somebody
+ * else delays the job its thread is in, and nothing if it is in none. Waiting spins for some tens of microseconds, then
+ * sleeps; with nothing launched every thread sleeps.
  */
 #define _GNU_SOURCE
 #include "pool.h"
@@ -20,12 +20,7 @@
 #include "jobs.h"
 #include "wait.h"
 
-enum { NS_MAX_THREADS = 256, NS_MAX_SEGMENTS = 8, NS_BARRIER_SPINS = 2000, NS_LINE = 64 };
-
-typedef struct {
-    _Alignas(NS_LINE) _Atomic int64_t next;
-    int64_t end;
-} ns_range_of_jobs;
+enum { NS_MAX_THREADS = 256, NS_MAX_SEGMENTS = 8, NS_SPINS = 2000, NS_LINE = 64 };
 
 typedef struct {
     ns_pool *pool;
@@ -33,20 +28,23 @@ typedef struct {
     pthread_t thread;
 } ns_seat;
 
+/* `ticket` is the open record's turn in its high half and the jobs nobody has taken in its low one. Who has taken a job
+ * may read `record` until it has given the job back through `left`: before that no other record can be open. */
 struct ns_pool {
     int32_t threads;
     int32_t notify_fd;
     ns_seat *seats;
-    ns_range_of_jobs *ranges;
     ns_segment segments[NS_MAX_SEGMENTS];
     int32_t segment_count;
-    int32_t segment; /* the open record, and where it lies */
+    int32_t segment; /* the record to come, and where it lies */
     int64_t at;
-    const ns_record *record; /* null: the program is over */
-    int64_t grain;
     _Atomic int32_t stop;
-    _Atomic int32_t busy;
-    _Alignas(NS_LINE) _Atomic int32_t arrived;
+    _Atomic int32_t busy;    /* from a launch until its end has been told */
+    _Atomic int32_t running; /* records are left */
+    _Atomic(const ns_record *) record; /* null: a launch, which is one empty job */
+    _Atomic int64_t grain;
+    _Alignas(NS_LINE) _Atomic uint64_t ticket;
+    _Alignas(NS_LINE) _Atomic int64_t left; /* jobs of the open record that are not over */
     ns_word launch; /* changes when there is a program */
     ns_word turn;   /* changes when the next record is open */
     ns_word done;   /* changes when a program is over */
@@ -60,14 +58,27 @@ static void ns_default_rounding(void)
 #endif
 }
 
-static void ns_open(ns_pool *pool, const ns_record *record, ns_share share)
+static void ns_open(ns_pool *pool, const ns_record *record, int64_t jobs, int64_t grain)
 {
-    for (int32_t i = 0; i < pool->threads; i++) {
-        pool->ranges[i].end = share.jobs * (i + 1) / pool->threads;
-        atomic_store_explicit(&pool->ranges[i].next, share.jobs * i / pool->threads, memory_order_relaxed);
+    const uint32_t turn = (uint32_t)(atomic_load_explicit(&pool->ticket, memory_order_relaxed) >> 32) + 1;
+    atomic_store_explicit(&pool->record, record, memory_order_relaxed);
+    atomic_store_explicit(&pool->grain, grain, memory_order_relaxed);
+    atomic_store_explicit(&pool->left, jobs, memory_order_relaxed);
+    atomic_store_explicit(&pool->ticket, (uint64_t)turn << 32 | (uint64_t)jobs, memory_order_release);
+    ns_word_set(&pool->turn, turn);
+}
+
+static void ns_finish(ns_pool *pool)
+{
+    const int32_t fd = pool->notify_fd;
+    atomic_store(&pool->running, 0);
+    ns_open(pool, NULL, 0, 1); /* lets go whoever waits for the next record */
+    atomic_store(&pool->busy, 0);
+    ns_word_bump(&pool->done);
+    if (fd >= 0) {
+        const uint64_t one = 1;
+        while (write(fd, &one, sizeof one) < 0 && errno == EINTR) continue;
     }
-    pool->record = record;
-    pool->grain = share.grain;
 }
 
 /* Runs what is too small to share and opens the next record that is not; none left: the program is over. */
@@ -80,54 +91,40 @@ static void ns_advance(ns_pool *pool, const ns_worker *worker)
             const ns_share share = ns_share_of(record, pool->threads);
             if (share.jobs == 0) continue;
             if (!share.serial && pool->threads > 1) {
-                ns_open(pool, record, share);
+                ns_open(pool, record, share.jobs, share.grain);
                 return;
             }
             ns_kernel_table[record->head.op](record, worker, 0, share.jobs);
         }
     }
-    pool->record = NULL;
+    ns_finish(pool);
 }
 
-static void ns_take(ns_pool *pool, const ns_worker *worker)
+/* Takes and runs jobs until the program is over. */
+static void ns_serve(ns_pool *pool, const ns_worker *worker)
 {
-    const ns_record *record = pool->record;
-    const ns_kernel run = ns_kernel_table[record->head.op];
-    for (int32_t i = 0; i < pool->threads; i++) {
-        ns_range_of_jobs *range = &pool->ranges[(worker->index + i) % pool->threads];
-        for (;;) {
-            int64_t begin = atomic_fetch_add_explicit(&range->next, pool->grain, memory_order_relaxed);
-            if (begin >= range->end) break;
-            run(record, worker, begin, begin + pool->grain < range->end ? begin + pool->grain : range->end);
+    uint64_t ticket = atomic_load_explicit(&pool->ticket, memory_order_acquire);
+    for (;;) {
+        const uint32_t turn = (uint32_t)(ticket >> 32);
+        const int64_t jobs = (int64_t)(uint32_t)ticket;
+        if (jobs == 0) {
+            if (!atomic_load(&pool->running)) return;
+            ns_word_wait(&pool->turn, turn, NS_SPINS);
+            ticket = atomic_load_explicit(&pool->ticket, memory_order_acquire);
+            continue;
         }
+        const int64_t grain = atomic_load_explicit(&pool->grain, memory_order_relaxed);
+        const int64_t begin = jobs > grain ? jobs - grain : 0;
+        const uint64_t rest = (uint64_t)turn << 32 | (uint64_t)begin;
+        if (!atomic_compare_exchange_weak_explicit(&pool->ticket, &ticket, rest, memory_order_acquire,
+                                                   memory_order_acquire))
+            continue;
+        const ns_record *record = atomic_load_explicit(&pool->record, memory_order_relaxed);
+        if (record) ns_kernel_table[record->head.op](record, worker, begin, jobs);
+        if (atomic_fetch_sub_explicit(&pool->left, jobs - begin, memory_order_acq_rel) == jobs - begin)
+            ns_advance(pool, worker);
+        ticket = atomic_load_explicit(&pool->ticket, memory_order_acquire);
     }
-}
-
-static void ns_finish(ns_pool *pool)
-{
-    const int32_t fd = pool->notify_fd;
-    atomic_store(&pool->busy, 0);
-    ns_word_set(&pool->done, ns_word_get(&pool->done) + 1);
-    if (fd >= 0) {
-        const uint64_t one = 1;
-        while (write(fd, &one, sizeof one) < 0 && errno == EINTR) continue;
-    }
-}
-
-/* Returns false when the program is over. */
-static int ns_meet(ns_pool *pool, const ns_worker *worker)
-{
-    const uint32_t turn = ns_word_get(&pool->turn);
-    if (atomic_fetch_add_explicit(&pool->arrived, 1, memory_order_acq_rel) + 1 == pool->threads) {
-        atomic_store_explicit(&pool->arrived, 0, memory_order_relaxed);
-        ns_advance(pool, worker);
-        const int more = pool->record != NULL;
-        ns_word_set(&pool->turn, turn + 1);
-        if (!more) ns_finish(pool);
-        return more;
-    }
-    ns_word_wait(&pool->turn, turn, NS_BARRIER_SPINS);
-    return pool->record != NULL;
 }
 
 static void *ns_thread(void *argument)
@@ -140,7 +137,7 @@ static void *ns_thread(void *argument)
         ns_word_wait(&pool->launch, seen, 0);
         seen = ns_word_get(&pool->launch);
         if (atomic_load(&pool->stop)) return NULL;
-        while (ns_meet(pool, &seat->worker)) ns_take(pool, &seat->worker);
+        ns_serve(pool, &seat->worker);
     }
 }
 
@@ -163,29 +160,27 @@ int ns_pool_reserve(ns_pool *pool, int64_t scratch_bytes)
 static void ns_pool_end(ns_pool *pool, int32_t running)
 {
     atomic_store(&pool->stop, 1);
-    ns_word_set(&pool->launch, ns_word_get(&pool->launch) + 1);
+    ns_word_bump(&pool->launch);
     for (int32_t i = 0; i < running; i++) pthread_join(pool->seats[i].thread, NULL);
     for (int32_t i = 0; pool->seats && i < pool->threads; i++) free(pool->seats[i].worker.scratch);
     free(pool->seats);
-    free(pool->ranges);
     free(pool);
 }
 
 int ns_pool_new(int32_t threads, ns_pool **out)
 {
-    void *memory = NULL, *ranges = NULL;
+    void *memory = NULL;
     if (threads < 1 || threads > NS_MAX_THREADS) return -EINVAL;
     if (!ns_isa_supported()) return -ENOTSUP;
     if (posix_memalign(&memory, NS_LINE, sizeof(ns_pool))) return -ENOMEM;
     ns_pool *pool = memset(memory, 0, sizeof(ns_pool));
-    if (posix_memalign(&ranges, NS_LINE, sizeof(ns_range_of_jobs) * (size_t)threads) == 0) pool->ranges = ranges;
     pool->seats = calloc((size_t)threads, sizeof *pool->seats);
     pool->threads = threads;
     ns_word_init(&pool->launch);
     ns_word_init(&pool->turn);
     ns_word_init(&pool->done);
     int32_t running = 0;
-    int failed = pool->seats && pool->ranges ? 0 : ENOMEM;
+    int failed = pool->seats ? 0 : ENOMEM;
     for (; !failed && running < threads; running += !failed) {
         ns_seat *seat = &pool->seats[running];
         seat->pool = pool;
@@ -216,7 +211,9 @@ int ns_pool_launch(ns_pool *pool, const ns_segment *segments, int32_t count, int
     pool->segment = 0;
     pool->at = 0;
     pool->notify_fd = notify_fd;
-    ns_word_set(&pool->launch, ns_word_get(&pool->launch) + 1);
+    atomic_store(&pool->running, 1);
+    ns_open(pool, NULL, 1, 1);
+    ns_word_bump(&pool->launch);
     return 0;
 }
 

@@ -43,18 +43,29 @@ static inline void ns_word_init(ns_word *word)
 
 static inline uint32_t ns_word_get(ns_word *word) { return atomic_load_explicit(&word->value, memory_order_acquire); }
 
-/* Publishes a new value and wakes whoever sleeps. */
-static inline void ns_word_set(ns_word *word, uint32_t value)
+static inline void ns_word_wake(ns_word *word)
 {
 #ifdef __linux__
-    atomic_store(&word->value, value);
     if (atomic_load(&word->sleepers)) syscall(SYS_futex, &word->value, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 #else
-    pthread_mutex_lock(&word->mutex);
-    atomic_store(&word->value, value);
+    pthread_mutex_lock(&word->mutex); /* so that a sleeper is either before its look at the value, or asleep */
     pthread_cond_broadcast(&word->changed);
     pthread_mutex_unlock(&word->mutex);
 #endif
+}
+
+/* Publishes a new value and wakes whoever sleeps. */
+static inline void ns_word_set(ns_word *word, uint32_t value)
+{
+    atomic_store(&word->value, value);
+    ns_word_wake(word);
+}
+
+/* The same with the next value, from any number of threads at once. */
+static inline void ns_word_bump(ns_word *word)
+{
+    atomic_fetch_add(&word->value, 1);
+    ns_word_wake(word);
 }
 
 /* Returns once the value is not `old`, after `spins` looks without a system call. */
