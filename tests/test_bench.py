@@ -24,7 +24,9 @@ from nanoserve.bench.warm_picture import draw
 from nanoserve.bench.warm_tables import Serving, budget_table, paid_table
 from nanoserve.cli import build_parser, main
 from tests.checkout import ROOT
+from tests.server.support import wait_until
 from tests.tiny_folder import write_served_model
+from tests.tiny_server import warm_server
 
 SERVING = Serving(rows=256, width=8192, multiple=128, seconds_per_graph=0.05, trim_rows=8, trim_width=2048)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -331,3 +333,48 @@ def test_engine_measures_whole_steps_and_what_they_read_when_the_model_is_a_fold
     assert all(each["least_seconds"] <= each["seconds"] for each in (*result["decode"], prefill))
     assert "reference kernels, 1 threads" in out
     assert (tmp_path / "csv" / "engine-decode.csv").read_text().startswith("kind,rows,context,seconds")
+
+
+# --- bench serve -----------------------------------------------------------------------------------------------------
+
+
+def test_serve_counts_every_token_of_every_stream_when_the_server_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_served_model(tmp_path / "tiny", num_hidden_layers=1)
+    load = ["--streams", "1", "3", "--rounds", "2", "--prompt-tokens", "5", "--generated", "12"]
+    with warm_server(folder) as (server, engine):
+        wait_until(lambda: engine.stage == "ready", 30)
+        out, result = bench(capsys, "serve", "--url", server.url, *load, "--csv", tmp_path / "csv")
+        counted = server.get("/metrics").json()["tokens"]["generated_total"]
+    assert counted == (1 + 3) * 2 * 12
+    assert [each["streams"] for each in result["load"]] == [1, 3]
+    assert all(each["ttft_seconds"] > 0 and each["tokens_per_second"] > 0 for each in result["load"])
+    assert "5 tokens in, 12 out, 2 requests a stream" in out
+    assert (tmp_path / "csv" / "serve-load.csv").read_text().startswith("streams,tokens_per_second,ttft_seconds")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--url", "127.0.0.1:8000"], "is no http:// address"),
+        (["--url", "http://127.0.0.1:1"], "cannot be reached"),
+        (["--streams", "0"], "--streams is 0; it must be at least 1"),
+    ],
+)
+def test_serve_ends_in_one_line_when_there_is_no_server(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "serve", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_serve_quotes_the_server_when_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_served_model(tmp_path / "tiny", num_hidden_layers=1)
+    with warm_server(folder) as (server, engine):
+        wait_until(lambda: engine.stage == "ready", 30)
+        assert main(["bench", "serve", "--url", server.url, "--prompt-tokens", "500"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "answered HTTP/1.1 400" in line
+    assert "the prompt is 500 tokens; the limit is 64" in line

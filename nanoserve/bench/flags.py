@@ -64,6 +64,20 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--csv", type=Path, metavar="DIR", help="write the tables there, one file each")
 
 
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("the server").add_argument
+    add("--url", default="http://127.0.0.1:8000", help="its address, without /v1")
+    add("--model", help="the model's name, where the server wants one")
+    add("--api-key", metavar="KEY", help="its key, where it wants one")
+    add = parser.add_argument_group("the load").add_argument
+    add("--streams", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="clients at once")
+    add("--rounds", type=int, default=2, help="requests of each client, one after the other")
+    add("--prompt-tokens", type=int, default=100, help="tokens of each prompt")
+    add("--generated", type=int, default=128, metavar="N", help="tokens of each answer")
+    add = parser.add_argument_group("output").add_argument
+    add("--csv", type=Path, metavar="DIR", help="write the table there")
+
+
 def _add_subject_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model and backend").add_argument
     add("--model", help="folder, .gguf file, hub id or short name (default: a tiny random decoder, made in memory)")
