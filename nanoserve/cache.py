@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nanoserve.ops import KVKernels, Rotation, StepWindow
+from nanoserve.ops import KVKernels, RectangleKernels, Rotation, StepWindow
 
 if TYPE_CHECKING:
     from nanoserve.ops import KVStore
@@ -54,6 +54,13 @@ class BatchedPagedKVCache:
         self._shape = (num_kv_heads, head_dim)
         self._device = device
         self._stores: list[KVStore | None] = [None] * num_layers
+
+    @property
+    def gathering_kernels(self) -> RectangleKernels:
+        """The kernels, where they can read a rectangle. Raises TypeError where they read pages only."""
+        if not isinstance(self.kernels, RectangleKernels):
+            raise TypeError(f"{type(self.kernels).__name__} read pages only; a rectangle needs the reference kernels")
+        return self.kernels
 
     def _ensure_pool(self, layer: int) -> KVStore:
         """The layer's store, allocated at its first use: a warm-up makes the whole pool resident before any client."""
@@ -111,13 +118,14 @@ class BatchedCacheRows:
     def __init__(self, cache: BatchedPagedKVCache, step: StepWindow, slots: Tensor) -> None:
         self._cache = cache
         self._step = step
-        self._rectangle = cache.kernels.new_rectangle(slots, step.context_lens)
+        self._kernels = cache.gathering_kernels
+        self._rectangle = self._kernels.new_rectangle(slots, step.context_lens)
 
     def rope_and_write(self, layer: int, qkv: Tensor, rotation: Rotation) -> Tensor:
         return self._cache.kernels.rope_and_write(qkv, self._cache.store(layer), self._step, rotation)
 
     def paged_attention(self, layer: int, q: Tensor, *, scale: float, window: int | None) -> Tensor:
-        return self._cache.kernels.rectangle_attention(
+        return self._kernels.rectangle_attention(
             q, self._cache.store(layer), self._rectangle, scale=scale, window=window
         )
 
@@ -128,13 +136,14 @@ class ChunkCacheRows:
     def __init__(self, cache: BatchedPagedKVCache, step: StepWindow, chunks: Sequence[Chunk]) -> None:
         self._cache = cache
         self._step = step
+        self._kernels = cache.gathering_kernels
         self._chunks = tuple(chunks)
 
     def rope_and_write(self, layer: int, qkv: Tensor, rotation: Rotation) -> Tensor:
         return self._cache.kernels.rope_and_write(qkv, self._cache.store(layer), self._step, rotation)
 
     def paged_attention(self, layer: int, q: Tensor, *, scale: float, window: int | None) -> Tensor:
-        kernels, store, lens = self._cache.kernels, self._cache.store(layer), self._step.context_lens
+        kernels, store, lens = self._kernels, self._cache.store(layer), self._step.context_lens
         outs = [
             kernels.chunk_attention(
                 q[c.start : c.stop], store, c.slots, lens[c.start : c.stop], scale=scale, window=window

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -170,6 +170,17 @@ class KVKernels(Protocol):
     def fill_kv(self, store: KVStore, value: float) -> None:
         """Set every slot to `value`: the poison tests."""
 
+    def paged_attention(
+        self, q: Tensor, store: KVStore, step: StepWindow, table: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
+        """Each row walks the slots of its table row, `table[table_rows[row]]` with table `[max_sequences, width]`
+        int64, up to its context. q `[rows, heads, head_dim]`. See CacheRows.paged_attention for the result."""
+
+
+@runtime_checkable
+class RectangleKernels(KVKernels, Protocol):
+    """A kernel set that can also gather: a rectangle for decode steps, one sequence's slots for chunks of a prompt."""
+
     def new_rectangle(self, slots: Tensor, context_lens: Tensor) -> Rectangle:
         """What the layers of one forward over `slots` `[rows, width]` share.
 
@@ -185,12 +196,6 @@ class KVKernels(Protocol):
         self, q: Tensor, store: KVStore, slots: Tensor, context_lens: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
         """Many queries of one sequence. q `[n, heads, head_dim]`, slots `[width]`, context_lens `[n]`."""
-
-    def paged_attention(
-        self, q: Tensor, store: KVStore, step: StepWindow, table: Tensor, *, scale: float, window: int | None
-    ) -> Tensor:
-        """Each row walks the slots of its table row, `table[table_rows[row]]` with table `[max_sequences, width]`
-        int64, up to its context. q `[rows, heads, head_dim]`. See CacheRows.paged_attention for the result."""
 
 
 class Ops(Protocol):

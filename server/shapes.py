@@ -6,6 +6,7 @@ subclasses fill in the difference. Chunks are plain dicts, ready for the JSON en
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -71,7 +72,7 @@ class Choice:
         self.text, self.logprobs, self.started = "", [], True
 
 
-class Shape:
+class Shape(ABC):
     """Chunks and bodies of one request. `echo` is the text each prompt's choices start with."""
 
     chunk_object: str
@@ -115,11 +116,13 @@ class Shape:
         body["nanoserve"] = nanoserve_body(finished)
         return body
 
+    @abstractmethod
     def chunk_choice(self, choice: Choice, reason: str | None) -> dict[str, Any]:
-        raise NotImplementedError
+        """One choice of a streamed chunk."""
 
+    @abstractmethod
     def body_choice(self, choice: Choice, reason: str) -> dict[str, Any]:
-        raise NotImplementedError
+        """One choice of a whole answer."""
 
 
 class ChatShape(Shape):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanoserve.kernels import native_lib
 from nanoserve.kernels.native_ops import Program, Recorder, new_kv_store, segments
-from nanoserve.ops import Rectangle, Rotation, StepWindow
+from nanoserve.ops import Rotation, StepWindow
 
 if TYPE_CHECKING:
     from nanoserve.ops import KVStore
@@ -25,7 +25,7 @@ BLOCK = native_lib.ROWS
 
 
 class NativeOps(Recorder):
-    """Implements `ops.Ops` and the paged part of `ops.KVKernels`."""
+    """Implements `ops.Ops` and `ops.KVKernels`."""
 
     name = "native"
 
@@ -66,19 +66,6 @@ class NativeOps(Recorder):
         self, q: Tensor, store: KVStore, step: StepWindow, table: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
         return self.record_attention(q, step, table, (store[0], store[1]), scale=scale, window=window)
-
-    def new_rectangle(self, slots: Tensor, context_lens: Tensor) -> Rectangle:
-        raise TypeError("the native kernels read pages; the rectangle is the reference kernels'")
-
-    def rectangle_attention(
-        self, q: Tensor, store: KVStore, rectangle: Rectangle, *, scale: float, window: int | None
-    ) -> Tensor:
-        raise TypeError("the native kernels read pages; the rectangle is the reference kernels'")
-
-    def chunk_attention(
-        self, q: Tensor, store: KVStore, slots: Tensor, context_lens: Tensor, *, scale: float, window: int | None
-    ) -> Tensor:
-        raise TypeError("the native kernels read pages; chunks of rows are the reference kernels'")
 
 
 class NativeReplay:

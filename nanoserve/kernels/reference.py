@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceOps:
-    """Implements `ops.Ops` and `ops.KVKernels`; holds no state."""
+    """Implements `ops.Ops` and `ops.RectangleKernels`; holds no state."""
 
     name = "reference"
 
