@@ -181,7 +181,8 @@ class PagedPlan:
     which a token is chosen, padded to a head bucket.
 
     The first five have `rows` entries, of which `real_rows` are real; `logit_rows` has `head_rows`, of which
-    `real_logit_rows` are. A head bucket of 0 is a step that chooses nothing.
+    `real_logit_rows` are. A head bucket of 0 is a step that chooses nothing. A pad logit row names a step row that is
+    never real: what is chosen for it goes where pad rows' tokens go, and becomes nobody's next input.
     """
 
     rows: int
@@ -228,11 +229,15 @@ def plan_step(rows: StepRows, shapes: PagedShapes, *, sink_slot: int, pad_row: i
     real, logits = len(rows.input_ids), len(rows.logit_rows)
     bucket = bucket_for(real, shapes.row_ladder)
     head = bucket_for(logits, shapes.head_ladder) if logits else 0
-    return pad_step(rows, bucket, head, sink_slot=sink_slot, pad_row=pad_row)
+    never_real = shapes.row_ladder[-1]  # one past the largest body: see `runners`, which make room for it
+    return pad_step(rows, bucket, head, sink_slot=sink_slot, pad_row=pad_row, pad_logit_row=never_real)
 
 
-def pad_step(rows: StepRows, bucket: int, head: int, *, sink_slot: int, pad_row: int) -> PagedPlan:
-    """Pad collected rows, which may be none, to the given body and head."""
+def pad_step(
+    rows: StepRows, bucket: int, head: int, *, sink_slot: int, pad_row: int, pad_logit_row: int = 0
+) -> PagedPlan:
+    """Pad collected rows, which may be none, to the given body and head. Without rows every step row is a pad row, and
+    so the first one serves as `pad_logit_row`."""
     real, logits = len(rows.input_ids), len(rows.logit_rows)
     pad = bucket - real
     zeros = (0,) * pad
@@ -246,7 +251,7 @@ def pad_step(rows: StepRows, bucket: int, head: int, *, sink_slot: int, pad_row:
         write_slots=(*rows.write_slots, *(sink_slot,) * pad),
         context_lens=(*(position + 1 for position in rows.positions), *zeros),
         table_rows=(*rows.table_rows, *(pad_row,) * pad),
-        logit_rows=(*rows.logit_rows, *(0,) * (head - logits)),
+        logit_rows=(*rows.logit_rows, *(pad_logit_row,) * (head - logits)),
     )
 
 

@@ -99,8 +99,8 @@ def check_plan_addressing(bound: BoundPlan) -> None:
 
 
 def check_paged_pad_inert(plan: PagedPlan, sink_slot: int, pad_row: int) -> None:
-    """Pad rows attend to nothing, write to the sink and own no table row; no real row writes to the sink; every logit
-    row is a real row."""
+    """Pad rows attend to nothing, write to the sink and own no table row; no real row writes to the sink; real logit
+    rows are real rows, and pad logit rows are none."""
     for row in range(plan.real_rows, plan.rows):
         if plan.context_lens[row] != 0:
             raise GateError(f"pad row {row} attends to {plan.context_lens[row]} tokens; the limit is 0")
@@ -114,6 +114,9 @@ def check_paged_pad_inert(plan: PagedPlan, sink_slot: int, pad_row: int) -> None
     for index in plan.logit_rows[: plan.real_logit_rows]:
         if not 0 <= index < plan.real_rows:
             raise GateError(f"a token is chosen after row {index}; the step has {plan.real_rows} real rows")
+    for index in plan.logit_rows[plan.real_logit_rows :]:
+        if index < plan.real_rows:
+            raise GateError(f"a pad logit row names real row {index}; what it chooses would be that row's next token")
 
 
 def check_paged_addressing(plan: PagedPlan, step: StepWindow, table: SlotTable) -> None:

@@ -53,6 +53,7 @@ class StepInputs:
         self._ints = torch.zeros((_INT_FIELDS, max_rows), dtype=torch.int64, device=device)
         self._floats = torch.zeros((_FLOAT_FIELDS, max_rows), dtype=torch.float32, device=device)
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self._rows[_ROW_FIELDS - 1].fill_(last_tokens.shape[0] - 1)  # a row that no step writes is a pad row
 
     @property
     def addresses(self) -> tuple[int, ...]:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from nanoserve.kernels.native_lib import NativeLibrary
 
+NEVER_REAL = 1
+"""Room for one step row past the largest body, which no step writes: the row that pad logit rows name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -76,7 +79,7 @@ def rectangle_runner(parts: Parts, ops: ReferenceOps, backend: GraphBackend | No
 
 
 def paged_runner(parts: Parts, ops: ReferenceOps, backend: GraphBackend) -> PagedRunner:
-    inputs = StepInputs(parts.max_step_rows, parts.last_tokens)
+    inputs = StepInputs(parts.max_step_rows + NEVER_REAL, parts.last_tokens)
     return _paged(parts, ops, ops, inputs, backend, parts.loaded.dtype)
 
 
@@ -88,7 +91,7 @@ def native_runner(parts: Parts, library: NativeLibrary) -> PagedRunner:
     from nanoserve.kernels.native_arena import Arena
 
     model = parts.loaded.config
-    inputs = StepInputs(parts.max_step_rows, parts.last_tokens)
+    inputs = StepInputs(parts.max_step_rows + NEVER_REAL, parts.last_tokens)
     pool = library.pool(parts.choices.config.threads or cores())
     ops = NativeOps(
         pool,
@@ -119,7 +122,7 @@ def _paged(
         cache,
         SlotTable(config.sequences, parts.pool.max_model_len, cache.sink_slot, parts.choices.device),
         inputs,
-        parts.last_tokens.new_zeros((parts.max_step_rows, hidden_size), dtype=activations),
+        parts.last_tokens.new_zeros((parts.max_step_rows + NEVER_REAL, hidden_size), dtype=activations),
         shapes=PagedShapes.build(max_step_rows=parts.max_step_rows, max_logit_rows=config.sequences),
         graphs=GraphSet(backend, read="paged"),
         strict=config.strict_shapes,

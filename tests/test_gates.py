@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from nanoserve.buckets import DecodePlan, pad_plan
+from nanoserve.buckets import DecodePlan, DecodeRow, PagedPlan, PagedShapes, StepRows, pad_plan, plan_step
 from nanoserve.errors import GateError
 from nanoserve.gates import (
     BoundPlan,
     check_addresses_stable,
     check_mapping_is_window,
     check_pad_inert,
+    check_paged_pad_inert,
     check_plan_addressing,
     check_pool_budget,
     check_replay_rows,
@@ -280,3 +281,38 @@ def test_warm_plan_is_refused_on_a_graph_that_froze_rows() -> None:
     plan: DecodePlan = bench().warm().plan
     with refuses("the graph froze rows (0,); this step runs rows ()"):
         check_replay_rows((0,), plan)
+
+
+# --- the paged read ------------------------------------------------------------------------------------------------
+
+
+def paged_plan() -> PagedPlan:
+    """Two decode rows and the three last tokens of a prompt: a body of 8 and a head of 4."""
+    rows = StepRows()
+    rows.add_decode(DecodeRow(0, 4, 14))
+    rows.add_decode(DecodeRow(1, 2, 22))
+    rows.add((7, 8, 9), 5, (35, 36, 37), 2)
+    rows.logit_rows.append(4)
+    return plan_step(rows, PagedShapes.build(max_step_rows=12, max_logit_rows=4), sink_slot=SINK, pad_row=4)
+
+
+def test_paged_plan_is_inert_in_its_pad_rows() -> None:
+    plan = paged_plan()
+    assert (plan.rows, plan.real_rows, plan.head_rows, plan.real_logit_rows) == (8, 5, 4, 3)
+    check_paged_pad_inert(plan, SINK, 4)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"context_lens": (5, 3, 6, 7, 8, 1, 0, 0)}, "pad row 5 attends to 1 tokens; the limit is 0"),
+        ({"write_slots": (14, 22, 35, 36, 37, SINK, 14, SINK)}, "pad row 6 writes to slot 14; only the sink"),
+        ({"write_slots": (14, SINK, 35, 36, 37, SINK, SINK, SINK)}, "real row 1 writes to the sink slot"),
+        ({"table_rows": (0, 1, 2, 2, 2, 4, 4, 3)}, "pad row 7 names table row 3; only 4 is legal"),
+        ({"logit_rows": (0, 1, 5, 12)}, "a token is chosen after row 5; the step has 5 real rows"),
+        ({"logit_rows": (0, 1, 4, 0)}, "a pad logit row names real row 0; what it chooses would be that row's next"),
+    ],
+)
+def test_paged_plan_is_refused_when_a_pad_row_could_be_felt(broken: dict[str, Any], message: str) -> None:
+    with refuses(message):
+        check_paged_pad_inert(replace(paged_plan(), **broken), SINK, 4)

@@ -370,6 +370,25 @@ def test_background_skips_a_shape_that_a_step_recorded_first() -> None:
     assert tiny.engine.uncovered() == []
 
 
+@pytest.mark.parametrize("read", ["rectangle", "paged"])
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize("count", [3, 5, 6, 7])
+def test_pad_rows_leave_no_token_behind_when_a_bucket_is_not_full(read: str, temperature: float, count: int) -> None:
+    """A padded head chooses for its pad rows too, and what it chooses must not become anybody's next input."""
+
+    def crowd() -> list[Sequence]:
+        params = SamplingParams(temperature=temperature)
+        return [s for i in range(count) for s in prompts(1, 3 + i, max_tokens=12, seed=i, params=params)]
+
+    tiny = tiny_engine(attention_read=read, max_sequences=8)
+    tiny.ready()
+    alone, together = crowd(), crowd()
+    for sequence in alone:
+        tiny.run([sequence])
+    tiny.run(together)
+    assert [s.output_ids for s in together] == [s.output_ids for s in alone]
+
+
 def test_background_gives_up_a_shape_when_it_cannot_be_recorded(caplog: pytest.LogCaptureFixture) -> None:
     failures = [RuntimeError("out of memory\nwith a second line")]
 
