@@ -98,8 +98,8 @@ def log_config(level: str) -> dict[str, Any]:
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
-        "filters": {"refusals": {"()": _NotRefusal}},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line", "filters": ["refusals"]}},
+        "filters": {"ours": {"()": _NotTheClients}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line", "filters": ["ours"]}},
         "loggers": {
             "uvicorn": {**common, "level": uvicorn_level},
             "nanoserve": {**common, "level": level.upper()},
@@ -107,11 +107,17 @@ def log_config(level: str) -> dict[str, Any]:
     }
 
 
-class _NotRefusal(logging.Filter):
-    """uvicorn takes a WebSocket that was refused by an HTTP response, a foreign origin's say, for an app's mistake."""
+class _NotTheClients(logging.Filter):
+    """Drops what uvicorn logs as an error, with a traceback even, though a client did it and has been answered: a
+    WebSocket that was refused by an HTTP response, and a text frame that is no UTF-8 (closed with 1007)."""
+
+    MESSAGES = (
+        "ASGI callable returned without completing handshake.",
+        "Invalid UTF-8 sequence received from client.",
+    )
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.msg != "ASGI callable returned without completing handshake."
+        return record.msg not in self.MESSAGES
 
 
 def uvicorn_config(app: App) -> uvicorn.Config:

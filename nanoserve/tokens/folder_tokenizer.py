@@ -103,7 +103,8 @@ def _converted_backend(folder: Path) -> tokenizers.Tokenizer:
 
         converted = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadCheckpoint(f"{missing}: {error}") from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BadCheckpoint(f"{missing}: {reason}") from error
     backend: tokenizers.Tokenizer | None = getattr(converted, "backend_tokenizer", None)
     if backend is None:
         raise BadCheckpoint(f"{missing}: it has no fast tokenizer for {type(converted).__name__}")

@@ -256,6 +256,25 @@ def test_headers_are_refused_when_they_exceed_the_limit(server: Running, size: i
     assert server.get("/livez").status_code == 200
 
 
+@pytest.mark.parametrize("start", [b"0\r\nx-trailer: ", b"2;extension="], ids=["trailer", "chunk extension"])
+def test_connection_ends_when_a_body_goes_on_without_growing(server: Running, start: bytes) -> None:
+    """What follows a body's last chunk, or a chunk's length, has no end of its own, and the parser may keep it all."""
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nauthorization: Bearer other-key\r\n"
+    with server.connect() as connection:
+        connection.sendall(head.encode() + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n" + start)
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            connection.sendall(b"y" * 10_000_000)
+    assert server.get("/livez").status_code == 200
+
+
+def test_body_is_taken_when_it_comes_in_more_chunks_than_headers_may_have_bytes() -> None:
+    with serving() as server:
+        body = json.dumps({**HELLO, "user": "x" * 200_000}).encode()
+        chunks = (body[i : i + 100] for i in range(0, len(body), 100))
+        headers = {"content-type": "application/json"}
+        assert requests.post(server.url + CHAT, data=chunks, headers=headers, timeout=20).status_code == 200
+
+
 def test_reply_names_the_limit_when_headers_are_a_little_too_large(server: Running) -> None:
     response = requests.get(server.url + "/health", headers={"x-big": "y" * 66_000}, timeout=5)
     assert response.status_code == 431

@@ -291,11 +291,13 @@ def test_root_logger_is_left_alone_when_the_server_is_imported() -> None:
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, timeout=60)
 
 
-def test_refused_socket_is_no_line_in_the_log_while_other_errors_are() -> None:
-    """uvicorn logs an error for every WebSocket that is answered with an HTTP response; the text is uvicorn's own."""
-    text = "ASGI callable returned without completing handshake."
+@pytest.mark.parametrize(
+    "text", ["ASGI callable returned without completing handshake.", "Invalid UTF-8 sequence received from client."]
+)
+def test_what_a_client_did_is_no_error_in_the_log_while_other_errors_are(text: str) -> None:
+    """The texts are uvicorn's own, and so looked for in its source."""
     assert text in inspect.getsource(websockets_sansio_impl)
-    keep = log_config("info")["filters"]["refusals"]["()"]()
+    keep = log_config("info")["filters"]["ours"]["()"]()
 
     def said(message: str) -> bool:
         return bool(keep.filter(logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, message, None, None)))
