@@ -3,8 +3,9 @@
  * A launch wakes the threads once. One record at a time is open: threads take its jobs until there are none, and whoever
  * finishes the last one runs the records that follow, as long as those are too small to share, and opens the next that is
  * not. A record is over when its jobs are, not when every thread has come by: a core that the machine lends to somebody
- * else delays the job its thread is in, and nothing if it is in none. Waiting spins for some tens of microseconds, then
- * sleeps; with nothing launched every thread sleeps.
+ * else delays the job its thread is in, and nothing if it is in none. Waiting for the next record spins for some hundreds of
+ * microseconds before it sleeps, since waking a thread takes longer than most records do; with nothing launched every
+ * thread sleeps.
  */
 #define _GNU_SOURCE
 #include "pool.h"
@@ -20,7 +21,7 @@
 #include "jobs.h"
 #include "wait.h"
 
-enum { NS_MAX_THREADS = 256, NS_MAX_SEGMENTS = 8, NS_SPINS = 2000, NS_LINE = 64 };
+enum { NS_MAX_THREADS = 256, NS_MAX_SEGMENTS = 8, NS_SPINS = 20000, NS_LINE = 64 };
 
 typedef struct {
     ns_pool *pool;
