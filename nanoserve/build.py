@@ -28,7 +28,7 @@ from nanoserve.metrics import Metrics
 from nanoserve.models.config import ModelConfig, load_config
 from nanoserve.models.load import LoadedModel, load_model
 from nanoserve.probe import cores, free_host_bytes
-from nanoserve.readiness import ModelFacts, describe_shapes, make_ready, memory_is_enough, price_plan
+from nanoserve.readiness import ModelFacts, check_covered, describe_shapes, make_ready, memory_is_enough, price_plan
 from nanoserve.runners import Parts, native_runner, native_weights, paged_runner, rectangle_runner
 from nanoserve.scheduler import Scheduler
 from nanoserve.source import resolve
@@ -91,6 +91,7 @@ def describe_plan(config: EngineConfig, metrics: Metrics, report: Report) -> lis
     lines = [prepared.pool.describe()]
     if config.capture_decode:
         plan, _ = price_plan(prepared.engine, config, prepared.facts, _left_free(prepared))
+        check_covered(config, plan)
         lines.append(plan.describe())
         if plan.uncovered:
             lines.append(f"without a graph when the door opens: {describe_shapes(plan.uncovered)}")
@@ -112,7 +113,8 @@ def prepare(
         config = replace(config, kernels="reference")
     check_config(config)
     source = resolve(config.model)
-    choices = choose(config, load_config(source))
+    model = load_config(source)
+    choices = choose(config, model)
     torch.set_num_threads(config.threads or cores())
     report(BootProgress("loading"))
     loaded = load_model(
@@ -120,6 +122,7 @@ def prepare(
         dtype=pick_dtype(config, choices.device),
         device=choices.device,
         maker=native_weights() if choices.library is not None else None,
+        max_positions=wanted_model_len(choices.config, model),
         progress=lambda done, total: report(_loading(done, total, perf_counter() - started)),
         bar=bar,
     )
@@ -151,17 +154,23 @@ def _free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_host_bytes()
 
 
-def plan_pool(choices: Choices, model: ModelConfig, dtype: torch.dtype) -> KVPoolPlan:
-    """Size the K/V pool from what is free now, after the weights."""
-    config, limit = choices.config, model.max_position_embeddings
+def wanted_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """Most tokens of prompt and answer, before memory has its say. Raises ConfigError beyond the model's own limit."""
+    limit = model.max_position_embeddings
     default = limit if config.attention_read == "paged" else min(limit, RECTANGLE_MODEL_LEN)
     wanted = config.max_model_len or default
     if wanted > limit:
         raise ConfigError(f"--max-model-len is {wanted:,}; the model was made for {limit:,}; lower it")
+    return wanted
+
+
+def plan_pool(choices: Choices, model: ModelConfig, dtype: torch.dtype) -> KVPoolPlan:
+    """Size the K/V pool from what is free now, after the weights."""
+    config = choices.config
     return plan_kv_pool(
         bytes_per_token=model.kv_bytes_per_token(dtype.itemsize),
         block_size=config.block_size,
-        max_model_len=wanted,
+        max_model_len=wanted_model_len(config, model),
         max_sequences=config.sequences,
         free_bytes=_free_bytes(choices.device),
         share=config.kv_memory_share,

@@ -132,6 +132,15 @@ def price_plan(
     return plan(cost, config.warmup_seconds), cost
 
 
+def check_covered(config: EngineConfig, plan: WarmupPlan) -> None:
+    """Raises ConfigError under `strict_shapes` if a step could meet a shape that the plan leaves without a graph."""
+    if config.strict_shapes and plan.uncovered:
+        raise ConfigError(
+            f"--strict-shapes, and the warm-up leaves {describe_shapes(plan.uncovered)} without a graph; "
+            "raise --warmup-seconds, --warm-rows or --warm-width, or lower --max-sequences or --max-model-len"
+        )
+
+
 def make_ready(
     engine: Engine, config: EngineConfig, facts: ModelFacts, free_bytes: int, report: Report, *, bar: bool = True
 ) -> Readiness:
@@ -143,11 +152,7 @@ def make_ready(
     report(BootProgress("warming"))
     plan, cost = price_plan(engine, config, facts, free_bytes)
     log.info(plan.describe())
-    if config.strict_shapes and plan.uncovered:
-        raise ConfigError(
-            f"--strict-shapes, and the warm-up leaves {describe_shapes(plan.uncovered)} without a graph; "
-            "raise --warmup-seconds, --warm-rows or --warm-width, or lower --max-sequences or --max-model-len"
-        )
+    check_covered(config, plan)
     check_warm_budget(plan.predicted_bytes, plan.budget_bytes)
     for shape in (*plan.shapes, *plan.background):
         check_pool_budget(score_bytes(shape, num_heads=facts.num_heads), plan.budget_bytes)

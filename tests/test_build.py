@@ -298,3 +298,19 @@ def test_dtype_is_fp32_on_the_cpu_when_nothing_is_asked_for() -> None:
     assert pick_dtype(EngineConfig(), CPU) == "float32"
     assert pick_dtype(EngineConfig(dtype="bfloat16"), CPU) == "bfloat16"
     assert pick_dtype(EngineConfig(), torch.device("cuda")) == "auto"
+
+
+def test_dry_run_refuses_what_a_start_would_refuse_when_shapes_are_strict(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--strict-shapes, and the warm-up leaves 4 shapes"):
+        describe_plan(config_for(folder, strict_shapes=True, warmup_seconds=0.0), Metrics("test"), lambda _: None)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "native"])
+def test_loading_ends_at_its_total_and_positions_at_the_context(folder: Path, kernels: str) -> None:
+    reports: list[BootProgress] = []
+    fields = {"kernels": kernels, "block_size": 16, "max_model_len": 48}
+    prepared = prepare(config_for(folder, **fields), Metrics("test"), reports.append, bar=False)
+    loading = [report for report in reports if report.stage == "loading" and report.done]
+    assert loading[-1].done == loading[-1].total
+    assert max(report.done or 0 for report in loading) == loading[-1].total
+    assert prepared.pool.max_model_len == 48

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.kernels.native_pack import PackedMatrix, StackedMatrix, pack_dense, pack_gguf, stack
-from nanoserve.ops import StoredTensor
+from nanoserve.ops import QuantisedBlocks, StoredTensor
 
 DENSE = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -26,17 +26,20 @@ class NativeWeights:
 
     def table(self, part: StoredTensor) -> PackedMatrix | Tensor:
         """Packed where it is quantised; plain rows where it is floats."""
-        return _pack(part) if part.blocks() is not None else _dense(part)
+        blocks = part.blocks()
+        return _dense(part) if blocks is None else _repack(part, blocks)
 
     def tied(self, table: PackedMatrix | Tensor, part: StoredTensor) -> PackedMatrix:
         return pack_dense(table) if isinstance(table, Tensor) else table
 
 
 def _pack(part: StoredTensor) -> PackedMatrix:
-    rows, cols = part.shape
     blocks = part.blocks()
-    if blocks is None:
-        return pack_dense(_dense(part))
+    return pack_dense(_dense(part)) if blocks is None else _repack(part, blocks)
+
+
+def _repack(part: StoredTensor, blocks: QuantisedBlocks) -> PackedMatrix:
+    rows, cols = part.shape
     return pack_gguf(blocks.raw, blocks.type_name, rows, cols, blocks.order)
 
 
