@@ -166,22 +166,24 @@ class PagedRunner:
         Raises GateError if the plan or its windows are not what a graph may be bound to.
         """
         key = key_of(shape)
-        return self.graphs.capture(key, self._warm_program(key), origin=origin, rows=(), clock=self._clock)
+        plan, program = self._warm_program(key)
+        rows = plan.table_rows[: plan.real_rows]
+        return self.graphs.capture(key, program, origin=origin, rows=rows, clock=self._clock)
 
     @torch.inference_mode()
     def time_recording(self, shape: Shape) -> float:
         """Seconds one recording of `shape` takes; the recording is thrown away."""
-        program = self._warm_program(key_of(shape))
+        _, program = self._warm_program(key_of(shape))
         started = self._clock()
         self.graphs.backend.record(program)
         return self._clock() - started
 
-    def _warm_program(self, key: GraphKey) -> Callable[[], DecodeOutput]:
+    def _warm_program(self, key: GraphKey) -> tuple[PagedPlan, Callable[[], DecodeOutput]]:
         body, head = (key.rows, 0) if key.kind == "body" else (self.shapes.row_ladder[0], key.rows)
         plan = pad_step(StepRows(), body, head, sink_slot=self.slots.sink_slot, pad_row=self._pad_row)
         self._inputs.write_step(plan, [])
         self._check(plan)
-        return lambda: self._body(key.rows) if key.kind == "body" else self._head(key.rows)
+        return plan, lambda: self._body(key.rows) if key.kind == "body" else self._head(key.rows)
 
     def _body(self, rows: int) -> DecodeOutput:
         step = self._inputs.window(rows)

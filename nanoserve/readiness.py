@@ -72,6 +72,7 @@ class Readiness:
             "graphs": report.graphs,
             "seconds": report.seconds,
             "predicted_seconds": report.predicted_seconds,
+            "prediction_error": report.prediction_error,
             "predicted_bytes": report.predicted_bytes,
             "arena_bytes": report.arena_bytes,
             "row_ceiling": plan.row_ceiling,

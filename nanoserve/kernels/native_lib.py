@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import weakref
 from collections.abc import Sequence
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
@@ -249,7 +250,9 @@ class Pool:
     def __init__(self, library: NativeLibrary, handle: c_void_p, threads: int) -> None:
         self.library = library
         self.threads = threads
-        self._handle: c_void_p | None = handle
+        self._handle = handle
+        # An engine that is dropped leaves no threads behind, whether or not anybody closed it.
+        self._end = weakref.finalize(self, library.slow.ns_pool_free, handle)
         self._running: Launch | None = None
 
     def reserve(self, scratch_bytes: int) -> None:
@@ -274,9 +277,8 @@ class Pool:
         self.wait()
 
     def close(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self.library.slow.ns_pool_free(handle)
+        """End the threads, once nothing runs; a second call does nothing."""
+        self._end()
 
 
 def _check(result: int, what: str) -> None:

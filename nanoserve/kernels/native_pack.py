@@ -22,8 +22,6 @@ Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]
 Halves = npt.NDArray[np.uint16]
 Floats = npt.NDArray[np.float32]
-SUPER = 256
-"""Elements per K-quant block."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,19 @@ def test_tokens_follow_the_request_alone_when_sampled_beside_others(folder: Path
     beside = tokens_of(engine.answers([*crowd(), ask]))[-1]
     assert first == beside
     assert len({tuple(tokens) for tokens in first}) == 4
+
+
+def test_threads_end_when_an_engine_is_dropped(folder: Path) -> None:
+    def threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    gc.collect()
+    before = threads()
+    engine = TinyEngine(folder, **{**NATIVE, "threads": 3})
+    engine.answers([Ask(ids(5), params_of(max_tokens=3))])
+    during = threads()  # a progress bar's or torch's may have joined them
+    assert during >= before + 3
+    gc.unfreeze()  # what the boot froze would never be collected
+    del engine
+    gc.collect()
+    assert threads() <= during - 3
