@@ -141,7 +141,8 @@ def test_steps_are_boot_and_step_events_in_every_stage() -> None:
 
 def test_steps_subscription_ends_when_its_reader_leaves(server: Running) -> None:
     with server.get("/steps", stream=True) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # held: the connection closes with the iterator
+        next(lines)
         assert server.engine.subscribers == 1
     wait_until(lambda: server.engine.subscribers == 0)
 
