@@ -47,12 +47,12 @@ def bucket_for(value: int, buckets: Sequence[int]) -> int:
     return buckets[bisect_left(buckets, value)]
 
 
-GraphKind = Literal["decode", "body", "head"]
+GraphKind = Literal["decode", "body", "head", "head_full"]
 
 
 class GraphKey(NamedTuple):
     """What a graph is for: a decode step of the rectangle read, or the body or the head of any step of the paged read,
-    whose `width` is None."""
+    whose `width` is None. `head_full` is the head of a step in which a row's choice takes more than its logits."""
 
     kind: GraphKind
     rows: int
@@ -85,6 +85,11 @@ class ShapeSet:
 
     def shapes(self) -> list[DecodeShape]:
         return [DecodeShape(rows, width) for rows in self.row_ladder for width in self.width_ladder]
+
+    @property
+    def alone(self) -> tuple[DecodeShape, ...]:
+        """What a row by itself takes, the cheapest."""
+        return (DecodeShape(1, self.width_ladder[0]),)
 
     def padding_shapes(self) -> list[DecodeShape]:
         """One shape for each row bucket, the cheapest."""
@@ -157,7 +162,8 @@ def step_buckets(max_rows: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PagedShapes:
-    """The closed set of the paged read: bodies by step rows, heads by logit rows. A list, not a product."""
+    """The closed set of the paged read: bodies by step rows, heads of either kind by logit rows. A list, not a
+    product."""
 
     row_ladder: tuple[int, ...]
     head_ladder: tuple[int, ...]
@@ -168,11 +174,17 @@ class PagedShapes:
 
     def shapes(self) -> list[GraphKey]:
         bodies = [GraphKey("body", rows, None) for rows in self.row_ladder]
-        return bodies + [GraphKey("head", rows, None) for rows in self.head_ladder]
+        heads = [GraphKey("head", rows, None) for rows in self.head_ladder]
+        return bodies + heads + [GraphKey("head_full", rows, None) for rows in self.head_ladder]
+
+    @property
+    def alone(self) -> tuple[GraphKey, GraphKey]:
+        """What a row by itself takes: a body and a head."""
+        return GraphKey("body", 1, None), GraphKey("head", 1, None)
 
     def padding_shapes(self) -> list[GraphKey]:
-        """One shape for each row bucket."""
-        return [GraphKey("body", rows, None) for rows in self.row_ladder]
+        """Each, with the other half that a row by itself takes."""
+        return self.shapes()
 
 
 @dataclass(frozen=True, slots=True)

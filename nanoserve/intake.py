@@ -11,7 +11,16 @@ import secrets
 from dataclasses import replace
 
 from nanoserve.errors import ContextLengthExceeded, InvalidRequest
-from nanoserve.request import ChatPrompt, Prompt, Request, SamplingParams, TextPrompt, TokenPrompt
+from nanoserve.request import (
+    MAX_BIASES,
+    MAX_TOP_LOGPROBS,
+    ChatPrompt,
+    Prompt,
+    Request,
+    SamplingParams,
+    TextPrompt,
+    TokenPrompt,
+)
 from nanoserve.sequence import Sequence
 from nanoserve.tokens import Tokenizer
 
@@ -20,7 +29,6 @@ GREEDY_UP_TO = 1e-4
 SEED_MASK = (1 << 63) - 1
 LONG_CHARACTERS = 8192
 """Prompts beyond it take more than a moment to read: milliseconds for each 10,000 characters, or more."""
-MAX_TOP_LOGPROBS = 20
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, math.inf),
     "top_k": (-1, math.inf),
@@ -152,6 +160,9 @@ def check_ranges(params: SamplingParams) -> None:
             raise InvalidRequest(f"{name} is {value}; it must be {bound}", param=name)
     if not 0.0 < params.top_p <= 1.0:
         raise InvalidRequest(f"top_p is {params.top_p}; it must be above 0 and at most 1", param="top_p")
+    if len(params.logit_bias) > MAX_BIASES:
+        message = f"logit_bias has {len(params.logit_bias):,} entries; the limit is {MAX_BIASES:,}; send fewer"
+        raise InvalidRequest(message, param="logit_bias")
     for token, bias in params.logit_bias:
         if not math.isfinite(bias):
             raise InvalidRequest(f"logit_bias of token {token} is {bias}; it must be finite", param="logit_bias")

@@ -60,6 +60,39 @@ class SamplingWindow:
 
 
 @dataclass(frozen=True, slots=True)
+class HistoryWindow:
+    """What the full head knows of each table row, `max_sequences` and one for pad rows: windows on a HistoryTable.
+
+    tokens                 [table rows, max_model_len] int32; the ids of prompt and answer by position
+    counts                 [table rows, 3] int64; tokens of the prompt, entries of the bias, likeliest tokens to report
+                           (-1: no log-probability at all)
+    penalties              [table rows, 3] fp32; repetition (1 is off), presence and frequency (0 is off)
+    bias_ids, bias_values  [table rows, MAX_BIASES] int32 and fp32
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    penalties: Tensor
+    bias_ids: Tensor
+    bias_values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural-log probabilities under the model's own distribution; a row that asked for none holds anything.
+
+    chosen   [rows] fp32; the chosen tokens'
+    top_ids  [rows, min(MAX_TOP_LOGPROBS, vocab)] int32; the likeliest tokens, the lowest id first among equals. Only as
+             many as the row asked for are written
+    top      as wide, fp32; theirs
+    """
+
+    chosen: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Rotation:
     """How one layer's q and k become position-dependent.
 
@@ -234,3 +267,22 @@ class Ops(Protocol):
 
     def remember(self, last_tokens: Tensor, table_rows: Tensor, tokens: Tensor, index: Tensor | None = None) -> None:
         """last_tokens[table_rows[index]] = tokens: the next step may read its ids from there."""
+
+    # The full head: `step.table_rows[index]` are the rows' table rows and `step.context_lens[index]` the positions of
+    # the tokens to come, which is how many tokens their histories hold; without an index, row for row.
+
+    def adjust_logits(
+        self, logits: Tensor, history: HistoryWindow, step: StepWindow, index: Tensor | None = None
+    ) -> Tensor:
+        """`[rows, vocab]`: logits with the penalties and the bias of each row's table row (`sampling.adjust_row`). A
+        row without any comes out as it went in, to the bit; `logits` stay the model's own."""
+
+    def append_tokens(
+        self, history: HistoryWindow, tokens: Tensor, step: StepWindow, index: Tensor | None = None
+    ) -> None:
+        """Each row's token joins the history of its table row, at its position."""
+
+    def logprobs(
+        self, logits: Tensor, tokens: Tensor, history: HistoryWindow, step: StepWindow, index: Tensor | None = None
+    ) -> Logprobs:
+        """Of softmax(logits): the chosen tokens' log-probabilities, and the likeliest tokens with theirs."""

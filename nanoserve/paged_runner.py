@@ -19,13 +19,21 @@ from nanoserve.cache import BatchedPagedKVCache, PagedCacheRows
 from nanoserve.errors import GateError
 from nanoserve.gates import check_addresses_stable, check_paged_addressing, check_paged_pad_inert, check_table_stable
 from nanoserve.graphs import GraphEntry, GraphSet, Origin
+from nanoserve.history import HistoryTable
 from nanoserve.inputs import RowSampling, StepInputs
 from nanoserve.models.decoder import Decoder
 from nanoserve.ops import Ops
-from nanoserve.runner import DecodeOutput
 from nanoserve.sequence import Sequence, StepPlan
 from nanoserve.slots import SlotTable
-from nanoserve.step import Chooser, StepOutcome, check_mirror, edit_slots, row_sampling
+from nanoserve.step import (
+    StepOutcome,
+    StepOutput,
+    check_mirror,
+    choose,
+    edit_table_rows,
+    new_tokens,
+    row_sampling,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,29 +62,30 @@ class PagedRunner:
         ops: Ops,
         cache: BatchedPagedKVCache,
         slots: SlotTable,
+        history: HistoryTable,
         inputs: StepInputs,
         hidden: Tensor,
         *,
         shapes: PagedShapes,
-        graphs: GraphSet[DecodeOutput],
+        graphs: GraphSet[StepOutput],
         strict: bool = False,
         paranoid: bool = False,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.cache = cache
         self.slots = slots
+        self.history = history
         self.shapes = shapes
         self.graphs = graphs
         self._decoder = decoder
         self._ops = ops
         self._inputs = inputs
         self._hidden = hidden
-        self._chooser = Chooser(inputs.last_tokens)
         self._strict = strict
         self._paranoid = paranoid
         self._clock = clock
         self._table_address = slots.address
-        self._input_addresses = inputs.addresses
+        self._addresses = self._bound_addresses()
         self._pad_row = inputs.last_tokens.shape[0] - 1
 
     # --- a step --------------------------------------------------------------------------------------------
@@ -108,9 +117,9 @@ class PagedRunner:
         self.graphs.settle()
 
     def _prepare(self, plan: StepPlan) -> StartedStep:
-        """Edit the slot table and write the step's numbers; afterwards every graph it takes exists."""
+        """Edit the table rows and write the step's numbers; afterwards every graph it takes exists."""
         started = self._clock()
-        edit_slots(plan, self.slots, self._inputs.last_tokens)
+        edit_table_rows(plan, self.slots, self.history, self._inputs.last_tokens)
         rows = StepRows()
         for row in plan.decode:
             rows.add_decode(row)
@@ -121,18 +130,18 @@ class PagedRunner:
         ending = [s for s, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True) if chunk.last]
         sequences = (*plan.decode_sequences, *ending)
         padded = plan_step(rows, self.shapes, sink_slot=self.slots.sink_slot, pad_row=self._pad_row)
-        keys = _keys(padded)
+        keys = self._keys(padded)
         missing = [key for key in keys if key not in self.graphs]
         for key in missing:
             self._capture_late(key)
         self._write(padded, [row_sampling(sequence) for sequence in sequences])
         return StartedStep(padded, keys, sequences, not missing, started, self._clock())
 
-    def _conclude(self, step: StartedStep, outputs: list[DecodeOutput]) -> StepOutcome:
+    def _conclude(self, step: StartedStep, outputs: list[StepOutput]) -> StepOutcome:
         """Take the tokens of a step that is over."""
         now = self._clock()
         self.graphs.add_seconds(step.keys[0], now - step.replayed_at)
-        new = self._chooser.choose(step.sequences, outputs[1].logits, outputs[1].tokens) if step.plan.head_rows else []
+        new = new_tokens(step.sequences, outputs[1]) if step.plan.head_rows else []
         return StepOutcome(
             tuple(new), step.keys[0], True, step.hit, step.plan.pad_rows, now - step.started_at, chunks_replayed=True
         )
@@ -152,15 +161,26 @@ class PagedRunner:
         check_paged_pad_inert(plan, self.slots.sink_slot, self._pad_row)
         check_table_stable(self._table_address, self.slots)
         check_paged_addressing(plan, self._inputs.window(plan.rows), self.slots)
-        check_addresses_stable(self._input_addresses, self._inputs.addresses)
+        check_addresses_stable(self._addresses, self._bound_addresses())
+
+    def _bound_addresses(self) -> tuple[int, ...]:
+        return (*self._inputs.addresses, *self.history.addresses)
+
+    def _keys(self, plan: PagedPlan) -> list[GraphKey]:
+        """The body's, and the head's if the step chooses tokens."""
+        body = GraphKey("body", plan.rows, None)
+        if not plan.head_rows:
+            return [body]
+        full = self.history.bears_on(plan.table_rows[row] for row in plan.logit_rows[: plan.real_logit_rows])
+        return [body, GraphKey("head_full" if full else "head", plan.head_rows, None)]
 
     def check_mirror(self, sequence: Sequence) -> None:
-        check_mirror(sequence, self.slots)
+        check_mirror(sequence, self.slots, self.history)
 
     # --- recording -----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def capture(self, shape: Shape, origin: Origin) -> GraphEntry[DecodeOutput]:
+    def capture(self, shape: Shape, origin: Origin) -> GraphEntry[StepOutput]:
         """Record the graph of a body or head on a plan that is all padding: it freezes no rows.
 
         Raises GateError if the plan or its windows are not what a graph may be bound to.
@@ -178,26 +198,25 @@ class PagedRunner:
         self.graphs.backend.record(program)
         return self._clock() - started
 
-    def _warm_program(self, key: GraphKey) -> tuple[PagedPlan, Callable[[], DecodeOutput]]:
+    def _warm_program(self, key: GraphKey) -> tuple[PagedPlan, Callable[[], StepOutput]]:
         body, head = (key.rows, 0) if key.kind == "body" else (self.shapes.row_ladder[0], key.rows)
         plan = pad_step(StepRows(), body, head, sink_slot=self.slots.sink_slot, pad_row=self._pad_row)
         self._inputs.write_step(plan, [])
         self._check(plan)
-        return plan, lambda: self._body(key.rows) if key.kind == "body" else self._head(key.rows)
+        return plan, lambda: self._body(key.rows) if key.kind == "body" else self._head(key)
 
-    def _body(self, rows: int) -> DecodeOutput:
+    def _body(self, rows: int) -> StepOutput:
         step = self._inputs.window(rows)
         table = self.slots.read((), pad_rows=self.slots.shape[0], width=self.slots.shape[1])
         hidden = self._decoder.body(self._ops, step, PagedCacheRows(self.cache, step, table))
         self._ops.keep(hidden, self._hidden)
-        return DecodeOutput(step.input_ids, self._hidden)
+        return StepOutput(step.input_ids, self._hidden)
 
-    def _head(self, rows: int) -> DecodeOutput:
-        step, index = self._inputs.window(self._inputs.max_rows), self._inputs.logit_rows(rows)
+    def _head(self, key: GraphKey) -> StepOutput:
+        step, index = self._inputs.window(self._inputs.max_rows), self._inputs.logit_rows(key.rows)
         logits = self._decoder.head(self._ops, self._ops.gather_rows(self._hidden, index))
-        tokens = self._ops.sample(logits, self._inputs.sampling(rows), step.context_lens, index)
-        self._ops.remember(step.last_tokens, step.table_rows, tokens, index)
-        return DecodeOutput(tokens, logits)
+        history = self.history.window if key.kind == "head_full" else None
+        return choose(self._ops, logits, self._inputs.sampling(key.rows), step, index, history)
 
     # --- the padding self-test's way in (`warmup.selftest.Prober`) ---------------------------------------------
 
@@ -205,27 +224,27 @@ class PagedRunner:
     def probe_prefill(self, token_ids: list[int], slots: list[int]) -> None:
         self.slots.write(0, 0, slots)
         for position, (token, slot) in enumerate(zip(token_ids, slots, strict=True)):
-            self._probe(GraphKey("body", self.shapes.row_ladder[0], None), token, position, slot)
+            self._probe(self.shapes.alone[0], token, position, slot)
 
     @torch.inference_mode()
     def probe_decode(self, shape: Shape, slots: list[int]) -> Tensor:
         self.slots.write(0, 0, slots)
         return self._probe(key_of(shape), 0, len(slots) - 1, slots[-1])
 
-    def _probe(self, body: GraphKey, token: int, position: int, slot: int) -> Tensor:
-        head = GraphKey("head", self.shapes.head_ladder[0], None)
+    def _probe(self, key: GraphKey, token: int, position: int, slot: int) -> Tensor:
+        """Logits of one token in a step whose body, or head, is that of `key`; its other graph is a lone row's."""
+        body, head = self.shapes.alone
+        body, head = (key, head) if key.kind == "body" else (body, key)
         rows = StepRows()
         rows.add((token,), position, (slot,), 0)
         rows.logit_rows.append(0)
-        plan = pad_step(rows, body.rows, head.rows, sink_slot=self.slots.sink_slot, pad_row=self._pad_row)
+        never_real = self.shapes.row_ladder[-1]
+        plan = pad_step(
+            rows, body.rows, head.rows, sink_slot=self.slots.sink_slot, pad_row=self._pad_row, pad_logit_row=never_real
+        )
         self._inputs.write_step(plan, [])
         self._check(plan)
         return self.graphs.rehearse(body, head)[1].logits[0].clone()
 
     def probe_end(self) -> None:
         self.slots.clear(0)
-
-
-def _keys(plan: PagedPlan) -> list[GraphKey]:
-    body = GraphKey("body", plan.rows, None)
-    return [body, GraphKey("head", plan.head_rows, None)] if plan.head_rows else [body]

@@ -9,6 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+MAX_TOP_LOGPROBS = 20
+"""Alternatives reported beside each chosen token, at most."""
+MAX_BIASES = 1024
+"""Entries of a `logit_bias`, at most: room for them is set aside for each sequence that runs."""
 FinishReason = Literal["stop", "length", "tool_calls", "timeout", "cancelled", "draining", "error"]
 
 

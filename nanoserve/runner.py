@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -29,21 +28,22 @@ from nanoserve.gates import (
     check_window_intact,
 )
 from nanoserve.graphs import GraphEntry, GraphKey, GraphSet, Origin
+from nanoserve.history import HistoryTable
 from nanoserve.inputs import GREEDY, RowSampling, StepInputs
 from nanoserve.models.decoder import Decoder
-from nanoserve.ops import CacheRows, Ops, StepWindow
+from nanoserve.ops import CacheRows, Ops, SamplingWindow, StepWindow
 from nanoserve.sequence import ChunkPlan, NewToken, Sequence, StepPlan
 from nanoserve.slots import SlotTable
-from nanoserve.step import Chooser, StepOutcome, check_mirror, edit_slots, row_sampling
+from nanoserve.step import (
+    StepOutcome,
+    StepOutput,
+    check_mirror,
+    choose,
+    edit_table_rows,
+    new_tokens,
+    row_sampling,
+)
 from nanoserve.warmup import check_warm_rows_empty, check_warm_writes_sink, warmup_batch, warmup_plan
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeOutput:
-    """tokens `[rows]` int64, logits `[rows, vocab]` fp32; pad rows hold anything."""
-
-    tokens: Tensor
-    logits: Tensor
 
 
 class Runner:
@@ -62,23 +62,24 @@ class Runner:
         ops: Ops,
         cache: BatchedPagedKVCache,
         slots: SlotTable,
+        history: HistoryTable,
         last_tokens: Tensor,
         *,
         inputs: StepInputs | None,
         shapes: ShapeSet | None,
-        graphs: GraphSet[DecodeOutput] | None,
+        graphs: GraphSet[StepOutput] | None,
         strict: bool = False,
         paranoid: bool = False,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.cache = cache
         self.slots = slots
+        self.history = history
         self.shapes = shapes
         self.graphs = graphs
         self._decoder = decoder
         self._ops = ops
         self._last_tokens = last_tokens
-        self._chooser = Chooser(last_tokens)
         self._inputs = inputs
         self._strict = strict
         self._paranoid = paranoid
@@ -92,15 +93,15 @@ class Runner:
     def run(self, plan: StepPlan) -> StepOutcome:
         """Run `plan`; returns when its tokens are on the host."""
         started = self._clock()
-        edit_slots(plan, self.slots, self._last_tokens)
+        edit_table_rows(plan, self.slots, self.history, self._last_tokens)
         new: list[NewToken] = []
         shape: DecodeShape | None = None
         hit, pad_rows = False, 0
         if plan.decode:
             padded = plan_decode(plan.decode, self.shapes, self.slots.sink_slot)
             shape, pad_rows = padded.shape, padded.pad_rows
-            output, hit = self._decode(padded, plan.decode_sequences)
-            new += self._chooser.choose(plan.decode_sequences, output.logits, output.tokens)
+            bound, output, hit = self._decode(padded, plan.decode_sequences)
+            new += self._take(plan.decode_sequences, output, bound.step)
         if plan.chunks:
             new += self._prefill(plan)
         replayed = shape is not None and self.graphs is not None
@@ -119,24 +120,25 @@ class Runner:
 
     # --- decode --------------------------------------------------------------------------------------------
 
-    def _decode(self, plan: DecodePlan, sequences: tuple[Sequence, ...]) -> tuple[DecodeOutput, bool]:
-        """(output, whether a graph recorded before this step ran it)."""
+    def _decode(self, plan: DecodePlan, sequences: tuple[Sequence, ...]) -> tuple[BoundPlan, StepOutput, bool]:
+        """(what ran, its output, whether a graph recorded before this step ran it)."""
         sampling = [row_sampling(sequence) for sequence in sequences]
         if self.graphs is None:
             bound = self._bind(plan, sampling)
             self._check_step(bound, sequences)
-            return self._forward(bound, self.cache.view(plan.rows, bound.step, bound.slot_mapping)), False
+            return bound, self._forward(bound, self.cache.view(plan.rows, bound.step, bound.slot_mapping)), False
         key = GraphKey("decode", *plan.shape)
         hit = key in self.graphs
         if not hit:
             if self._strict:
                 raise GateError(f"no graph is recorded for {key} and --strict-shapes allows no recording now")
             self.capture(plan.shape, "cold")
-        self._check_step(self._bind(plan, sampling), sequences)
+        bound = self._bind(plan, sampling)
+        self._check_step(bound, sequences)
         started = self._clock()
         output = self.graphs.replay(key, plan)
         self.graphs.add_seconds(key, self._clock() - started)
-        return output, hit
+        return bound, output, hit
 
     def _bind(self, plan: DecodePlan, sampling: SequenceOf[RowSampling]) -> BoundPlan:
         """Write the plan's numbers into the step buffers and hand out the windows."""
@@ -153,20 +155,39 @@ class Runner:
             slot_mapping=self.slots.read(plan.rows, pad_rows=plan.pad_rows, width=plan.shape.width),
         )
 
-    def _forward(self, bound: BoundPlan, rows: CacheRows) -> DecodeOutput:
+    def _forward(self, bound: BoundPlan, rows: CacheRows) -> StepOutput:
         hidden = self._decoder.body(self._ops, bound.step, rows)
-        logits = self._decoder.head(self._ops, hidden)
-        tokens = self._ops.sample(logits, bound.sampling, bound.step.context_lens)
-        self._ops.remember(bound.step.last_tokens, bound.step.table_rows, tokens)
-        return DecodeOutput(tokens, logits)
+        return choose(self._ops, self._decoder.head(self._ops, hidden), bound.sampling, bound.step)
+
+    def _take(
+        self, sequences: tuple[Sequence, ...], output: StepOutput, step: StepWindow, index: Tensor | None = None
+    ) -> list[NewToken]:
+        """The tokens of `sequences`, the first rows of `output` and rows `index` of `step`, or the first. The recorded
+        decode steps have the plain head; sequences that need the full one choose again, from the same logits."""
+        new = new_tokens(sequences, output)
+        again = [row for row, sequence in enumerate(sequences) if sequence.params.needs_full_head]
+        if again:
+            rows = torch.tensor(again, device=output.logits.device)
+            at = rows if index is None else index[rows]
+            anew = tuple(sequences[row] for row in again)
+            full = choose(self._ops, output.logits[rows], self._sampling(anew), step, at, self.history.window)
+            for row, token in zip(again, new_tokens(anew, full), strict=True):
+                new[row] = token
+        return new
+
+    def _sampling(self, sequences: tuple[Sequence, ...]) -> SamplingWindow:
+        """For logits that no step buffer describes."""
+        inputs = StepInputs(len(sequences), self._last_tokens)
+        inputs.write_sampling([row_sampling(sequence) for sequence in sequences])
+        return inputs.sampling(len(sequences))
 
     def check_mirror(self, sequence: Sequence) -> None:
-        check_mirror(sequence, self.slots)
+        check_mirror(sequence, self.slots, self.history)
 
     # --- recording -----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def capture(self, shape: DecodeShape, origin: Origin) -> GraphEntry[DecodeOutput]:
+    def capture(self, shape: DecodeShape, origin: Origin) -> GraphEntry[StepOutput]:
         """Record the graph of `shape` on a plan that is all padding: it freezes no rows and touches no sequence.
 
         Raises GateError if the plan or its windows are not what a graph may be bound to.
@@ -185,7 +206,7 @@ class Runner:
         self.graphs.backend.record(program)
         return self._clock() - started
 
-    def _warm_program(self, shape: DecodeShape) -> tuple[BoundPlan, Callable[[], DecodeOutput]]:
+    def _warm_program(self, shape: DecodeShape) -> tuple[BoundPlan, Callable[[], StepOutput]]:
         assert self._inputs is not None, "a recording needs step buffers that keep their address"
         bound = warmup_plan(shape, self.slots, self._inputs)
         check_warm_rows_empty(bound.plan)
@@ -219,11 +240,8 @@ class Runner:
             return []
         logit_rows = torch.tensor([end - 1 for end in ends], dtype=torch.int64, device=hidden.device)
         logits = self._decoder.head(self._ops, self._ops.gather_rows(hidden, logit_rows))
-        inputs = StepInputs(len(ends), self._last_tokens)
-        inputs.write_sampling([row_sampling(sequence) for sequence in sequences])
-        tokens = self._ops.sample(logits, inputs.sampling(len(ends)), step.context_lens[logit_rows])
-        self._ops.remember(self._last_tokens, step.table_rows[logit_rows], tokens)
-        return self._chooser.choose(sequences, logits, tokens)
+        output = choose(self._ops, logits, self._sampling(sequences), step, logit_rows)
+        return self._take(sequences, output, step, logit_rows)
 
     def _forward_chunks(self, plans: tuple[ChunkPlan, ...]) -> tuple[Tensor, StepWindow]:
         """Hidden states `[tokens, hidden]` of all chunks, one after the other, and the inputs they came from."""

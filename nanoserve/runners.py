@@ -11,6 +11,7 @@ from nanoserve.buckets import PagedShapes, ShapeSet
 from nanoserve.cache import BatchedPagedKVCache
 from nanoserve.choices import Choices, pick_backend
 from nanoserve.graphs import GraphBackend, GraphSet
+from nanoserve.history import HistoryTable
 from nanoserve.inputs import StepInputs
 from nanoserve.kernels.reference import ReferenceOps
 from nanoserve.memory import KVPoolPlan
@@ -52,6 +53,9 @@ class Parts:
             device=self.choices.device,
         )
 
+    def history(self) -> HistoryTable:
+        return HistoryTable(self.choices.config.sequences, self.pool.max_model_len, self.choices.device)
+
     @property
     def max_step_rows(self) -> int:
         """Step rows of the paged read: every sequence decodes beside a full budget of prompt tokens."""
@@ -69,6 +73,7 @@ def rectangle_runner(parts: Parts, ops: ReferenceOps, backend: GraphBackend | No
         ops,
         cache,
         SlotTable(config.sequences, shapes.width_ladder[-1], cache.sink_slot, device),
+        parts.history(),
         parts.last_tokens,
         inputs=StepInputs(config.sequences, parts.last_tokens) if config.persist_inputs else None,
         shapes=shapes if config.bucket_decode else None,
@@ -121,6 +126,7 @@ def _paged(
         ops,
         cache,
         SlotTable(config.sequences, parts.pool.max_model_len, cache.sink_slot, parts.choices.device),
+        parts.history(),
         inputs,
         parts.last_tokens.new_zeros((parts.max_step_rows + NEVER_REAL, hidden_size), dtype=activations),
         shapes=PagedShapes.build(max_step_rows=parts.max_step_rows, max_logit_rows=config.sequences),
@@ -131,8 +137,9 @@ def _paged(
 
 
 def _arena_bytes(parts: Parts) -> int:
-    """Address space for the widest body and, beside it, the logits of every head; touched only where it is used."""
+    """Address space for the widest body and, beside it, the logits of every head of either kind and one that adjusts
+    them; touched only where it is used."""
     model, rows = parts.loaded.config, parts.max_step_rows
     widest = 8 * model.hidden_size + 2 * model.qkv_size + 6 * model.intermediate_size
-    logits = 4 * parts.choices.config.sequences * (model.vocab_size + 2 * model.hidden_size)
+    logits = 7 * parts.choices.config.sequences * (model.vocab_size + 2 * model.hidden_size)
     return 4 * (2 * rows * widest + logits) + (64 << 20)

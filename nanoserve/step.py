@@ -1,19 +1,20 @@
-"""What every step does on the device, whichever way it reads K/V: slot table edits before, choosing tokens after."""
+"""What every step does on the device, whichever way it reads K/V: table row edits before, choosing tokens after."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from nanoserve.buckets import PagedShapes, Shape, ShapeSet
 from nanoserve.cache import BatchedPagedKVCache
 from nanoserve.graphs import GraphSet, Origin
-from nanoserve.inputs import RowSampling, StepInputs
-from nanoserve.kernels.sampling import adjust_logits, sample_rows
-from nanoserve.sequence import NewToken, Sequence, StepPlan
+from nanoserve.history import HistoryTable
+from nanoserve.inputs import RowSampling
+from nanoserve.ops import HistoryWindow, Logprobs, Ops, SamplingWindow, StepWindow
+from nanoserve.sequence import NewToken, Sequence, State, StepPlan
 from nanoserve.slots import SlotTable
 
 
@@ -34,6 +35,20 @@ class StepOutcome:
     pad_rows: int
     seconds: float
     chunks_replayed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a program leaves behind, `[rows, ...]`; pad rows hold anything.
+
+    tokens    int64
+    logits    [rows, vocab] fp32: the model's own
+    logprobs  of a full head only
+    """
+
+    tokens: Tensor
+    logits: Tensor
+    logprobs: Logprobs | None = None
 
 
 class StepRunner(Protocol):
@@ -79,23 +94,31 @@ class StepRunner(Protocol):
     def probe_end(self) -> None: ...
 
 
-def edit_slots(plan: StepPlan, slots: SlotTable, last_tokens: Tensor) -> None:
+def edit_table_rows(plan: StepPlan, slots: SlotTable, history: HistoryTable, last_tokens: Tensor) -> None:
     """Bring the slot table, and what else is kept per table row, to where the plan's rows say it is."""
     for row in plan.clears:
         slots.clear(row)
+        history.clear(row)
     for a, b in plan.swaps:
         slots.swap(a, b)
+        history.swap(a, b)
         last_tokens[[a, b]] = last_tokens[[b, a]]
     for row, start, each in plan.slot_writes:
         slots.write(row, start, each)
+    for sequence, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True):
+        if chunk.last and sequence.params.needs_full_head:
+            history.write(chunk.table_row, sequence.tokens, sequence.prompt_tokens, sequence.params)
 
 
-def check_mirror(sequence: Sequence, slots: SlotTable) -> None:
+def check_mirror(sequence: Sequence, slots: SlotTable, history: HistoryTable) -> None:
     """Raises AssertionError unless the sequence's table row holds its block table's slots, as far as they are computed,
-    and the sink after that."""
+    and the sink after that; and its tokens, if their history bears on its choices and it has made one."""
     row = slots.row(sequence.table_row, slots.shape[1]).tolist()
     assert row[: sequence.computed] == sequence.table.slots(0, sequence.computed), "slot and block table differ"
     assert set(row[sequence.computed :]) <= {slots.sink_slot}, "the slot table names slots not computed yet"
+    known = sequence.state is State.DECODE and sequence.params.needs_full_head
+    kept = history.row(sequence.table_row, len(sequence.tokens))
+    assert kept == (sequence.tokens if known else None), "the history is not the sequence's"
 
 
 def row_sampling(sequence: Sequence) -> RowSampling:
@@ -103,42 +126,36 @@ def row_sampling(sequence: Sequence) -> RowSampling:
     return RowSampling(params.temperature, params.top_k, params.top_p, params.min_p, sequence.seed, sequence.choice)
 
 
-class Chooser:
-    """Takes a step's tokens, and chooses again for the sequences whose choice needs their history."""
+def choose(
+    ops: Ops,
+    logits: Tensor,
+    sampling: SamplingWindow,
+    step: StepWindow,
+    index: Tensor | None = None,
+    history: HistoryWindow | None = None,
+) -> StepOutput:
+    """The head's second half: a token for each row of `logits`, left where the next step finds it. `index` says which
+    step row a logit row is; with `history` it is the full head."""
+    adjusted = logits if history is None else ops.adjust_logits(logits, history, step, index)
+    tokens = ops.sample(adjusted, sampling, step.context_lens, index)
+    ops.remember(step.last_tokens, step.table_rows, tokens, index)
+    if history is None:
+        return StepOutput(tokens, logits)
+    ops.append_tokens(history, tokens, step, index)
+    return StepOutput(tokens, logits, ops.logprobs(logits, tokens, history, step, index))
 
-    def __init__(self, last_tokens: Tensor) -> None:
-        self._last_tokens = last_tokens
 
-    def choose(self, sequences: tuple[Sequence, ...], logits: Tensor, tokens: Tensor) -> list[NewToken]:
-        """`logits` `[rows, vocab]` and `tokens` `[rows]`, of which the first rows are those of `sequences`."""
-        chosen = tokens[: len(sequences)].tolist()
-        return [
-            self._choose_with_history(sequence, logits[row])
-            if sequence.params.needs_full_head
-            else NewToken(sequence, chosen[row])
-            for row, sequence in enumerate(sequences)
-        ]
-
-    def _choose_with_history(self, sequence: Sequence, row: Tensor) -> NewToken:
-        """The program chose from the plain logits; choose again from the adjusted ones, and remember it."""
-        params = sequence.params
-        adjusted = adjust_logits(
-            row,
-            prompt_ids=sequence.tokens[: sequence.prompt_tokens],
-            output_ids=sequence.output_ids,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            repetition_penalty=params.repetition_penalty,
-            logit_bias=params.logit_bias,
-        )
-        inputs = StepInputs(1, self._last_tokens)
-        inputs.write_sampling([row_sampling(sequence)])
-        position = torch.tensor([len(sequence.tokens)], dtype=torch.int64, device=row.device)
-        chosen = int(sample_rows(adjusted.unsqueeze(0), inputs.sampling(1), position))
-        self._last_tokens[sequence.table_row] = chosen
-        if params.logprobs is None:
-            return NewToken(sequence, chosen)
-        logprobs = torch.log_softmax(row, dim=-1)
-        top = logprobs.topk(params.logprobs)
-        pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        return NewToken(sequence, chosen, float(logprobs[chosen]), pairs)
+def new_tokens(sequences: SequenceOf[Sequence], output: StepOutput) -> list[NewToken]:
+    """What was chosen for `sequences`, which are the first rows of `output`."""
+    count = len(sequences)
+    tokens = output.tokens[:count].tolist()
+    if output.logprobs is None:
+        return [NewToken(sequence, token) for sequence, token in zip(sequences, tokens, strict=True)]
+    found = output.logprobs
+    chosen, ids, top = found.chosen[:count].tolist(), found.top_ids[:count].tolist(), found.top[:count].tolist()
+    return [
+        NewToken(sequence, token)
+        if (wanted := sequence.params.logprobs) is None
+        else NewToken(sequence, token, chosen[row], tuple(zip(ids[row][:wanted], top[row][:wanted], strict=True)))
+        for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
+    ]

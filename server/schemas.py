@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from nanoserve.errors import InvalidRequest
+from nanoserve.request import MAX_TOP_LOGPROBS
 
 Number = int | float
 MAX_INT = 2**31 - 1
@@ -21,7 +22,6 @@ MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1024
 MAX_MESSAGES = 4096  # and text parts, over all messages
 MAX_STOP_TOKENS = 256
-MAX_BIASES = 1024
 MAX_CHOICES = 128
 
 
@@ -58,8 +58,8 @@ LIMITS: dict[str, Limit] = {
     "presence_penalty": Limit(-2.0, 2.0),
     "frequency_penalty": Limit(-2.0, 2.0),
     "repetition_penalty": Limit(0.0, 10.0, open_low=True),
-    "logprobs": Limit(0, 20, integer=True),
-    "top_logprobs": Limit(0, 20, integer=True),
+    "logprobs": Limit(0, MAX_TOP_LOGPROBS, integer=True),
+    "top_logprobs": Limit(0, MAX_TOP_LOGPROBS, integer=True),
     "timeout": Limit(0.0, 86_400.0, open_low=True),
 }
 BIAS = Limit(-100.0, 100.0)

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoserve.errors import InvalidRequest, ModelNotFound, Unsupported
-from nanoserve.request import ChatPrompt, Prompt, Request, SamplingParams, TextPrompt, TokenPrompt
+from nanoserve.request import MAX_BIASES, ChatPrompt, Prompt, Request, SamplingParams, TextPrompt, TokenPrompt
 from server.config import ServerConfig
 from server.schemas import (
     BIAS,
-    MAX_BIASES,
     MAX_CHOICES,
     MAX_MESSAGES,
     MAX_STOP_CHARACTERS,

@@ -12,6 +12,8 @@ from nanoserve.buckets import (
     LAST_TOKEN,
     DecodeRow,
     DecodeShape,
+    GraphKey,
+    PagedShapes,
     ShapeSet,
     bucket_for,
     pad_plan,
@@ -111,3 +113,12 @@ def test_warm_plan_is_the_limit_of_a_plan_when_nothing_is_real() -> None:
     assert (plan.rows, plan.pad_rows) == ((), 4)
     assert plan.write_slots == (SINK,) * 4
     assert plan.context_lens == (0,) * 4
+
+
+def test_paged_shapes_are_a_body_list_and_a_head_list_for_either_kind() -> None:
+    shapes = PagedShapes.build(max_step_rows=5, max_logit_rows=3).shapes()
+    assert shapes == [
+        *(GraphKey("body", rows, None) for rows in (1, 2, 4, 5)),
+        *(GraphKey("head", rows, None) for rows in (1, 2, 3)),
+        *(GraphKey("head_full", rows, None) for rows in (1, 2, 3)),
+    ]

@@ -32,7 +32,7 @@ RANKS: list[list[str]] = [
     ["nanoserve.graphs", "nanoserve.backends"],
     ["nanoserve.gates"],
     ["nanoserve.models"],
-    ["nanoserve.cache"],
+    ["nanoserve.cache", "nanoserve.history"],
     ["nanoserve.kernels"],
     ["nanoserve.inputs", "nanoserve.slots"],
     ["nanoserve.ops"],

@@ -150,6 +150,7 @@ NAN = math.nan
         ("top_p", 1.5), ("top_p", NAN), ("min_p", -0.1), ("min_p", 1.1), ("n", 0), ("n", -1), ("max_tokens", 0),
         ("max_tokens", -1), ("repetition_penalty", 0.0), ("presence_penalty", NAN), ("frequency_penalty", math.inf),
         ("logprobs", -1), ("logprobs", 21), ("logit_bias", ((5, NAN),)),
+        ("logit_bias", ((5, 1.0),) * 1025),
     ],
 )  # fmt: skip
 def test_parameter_is_refused_by_name_when_no_sampler_can_honour_it(field: str, value: Any) -> None:

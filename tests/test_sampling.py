@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nanoserve.inputs import GREEDY, RowSampling, StepInputs, new_last_tokens
 from nanoserve.kernels.reference import ReferenceOps
-from nanoserve.kernels.sampling import adjust_logits, uniforms
+from nanoserve.kernels.sampling import adjust_row, rank, uniforms
 from nanoserve.ops import SamplingWindow
 
 VOCABULARY = 32
@@ -273,13 +273,18 @@ def test_neighbours_keep_their_tokens_when_a_row_is_broken() -> None:
 
 
 def adjusted(logits: list[float], **changes: Any) -> list[float]:
-    fields: dict[str, Any] = {
-        "prompt_ids": [], "output_ids": [], "presence_penalty": 0.0, "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0, "logit_bias": (),
-    }  # fmt: skip
+    fields: dict[str, Any] = {"presence": 0.0, "frequency": 0.0, "repetition": 1.0, **changes}
+    prompt, output, bias = (fields.pop(name, []) for name in ("prompt", "output", "bias"))
     row = torch.tensor(logits)
     before = row.clone()
-    values = adjust_logits(row, **(fields | changes)).tolist()
+    values = adjust_row(
+        row,
+        torch.tensor([*prompt, *output], dtype=torch.int64),
+        prompt_tokens=len(prompt),
+        bias_ids=torch.tensor([token for token, _ in bias], dtype=torch.int64),
+        bias_values=torch.tensor([value for _, value in bias], dtype=torch.float32),
+        **fields,
+    ).tolist()
     assert torch.equal(row, before), "the row of the model's own distribution is left alone"
     return values
 
@@ -291,16 +296,16 @@ LOGITS = [1.0, -1.0, 2.0, -2.0, 0.0]
     ("changes", "expected"),
     [
         ({}, LOGITS),
-        ({"presence_penalty": 0.5}, [0.5, -1.0, 1.5, -2.0, 0.0]),
-        ({"presence_penalty": -2.0}, [3.0, -1.0, 4.0, -2.0, 0.0]),
-        ({"frequency_penalty": 0.5}, [-0.5, -1.0, 1.5, -2.0, 0.0]),
-        ({"presence_penalty": 0.25, "frequency_penalty": 0.5}, [-0.75, -1.0, 1.25, -2.0, 0.0]),
-        ({"repetition_penalty": 2.0}, [0.5, -1.0, 1.0, -4.0, 0.0]),
-        ({"repetition_penalty": 0.5}, [2.0, -1.0, 4.0, -1.0, 0.0]),
-        ({"logit_bias": ((4, 10.0), (1, -100.0))}, [1.0, -101.0, 2.0, -2.0, 10.0]),
-        ({"logit_bias": ((4, 1.0), (4, 2.0))}, [1.0, -1.0, 2.0, -2.0, 3.0]),
+        ({"presence": 0.5}, [0.5, -1.0, 1.5, -2.0, 0.0]),
+        ({"presence": -2.0}, [3.0, -1.0, 4.0, -2.0, 0.0]),
+        ({"frequency": 0.5}, [-0.5, -1.0, 1.5, -2.0, 0.0]),
+        ({"presence": 0.25, "frequency": 0.5}, [-0.75, -1.0, 1.25, -2.0, 0.0]),
+        ({"repetition": 2.0}, [0.5, -1.0, 1.0, -4.0, 0.0]),
+        ({"repetition": 0.5}, [2.0, -1.0, 4.0, -1.0, 0.0]),
+        ({"bias": ((4, 10.0), (1, -100.0))}, [1.0, -101.0, 2.0, -2.0, 10.0]),
+        ({"bias": ((4, 1.0), (4, 2.0))}, [1.0, -1.0, 2.0, -2.0, 3.0]),
         (
-            {"repetition_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": ((0, 1.0),)},
+            {"repetition": 2.0, "presence": 0.5, "frequency": 0.5, "bias": ((0, 1.0),)},
             [0.5 - 0.5 - 1.5 + 1.0, -1.0, 1.0 - 0.5 - 0.5, -4.0, 0.0],
         ),
     ],
@@ -309,10 +314,20 @@ def test_logits_are_adjusted_by_the_formulas_when_counts_are_known(
     changes: dict[str, Any], expected: list[float]
 ) -> None:
     """Prompt: token 3 three times. Output: token 0 three times, token 2 once."""
-    values = adjusted(LOGITS, prompt_ids=[3, 3, 3], output_ids=[0, 2, 0, 0], **changes)
+    values = adjusted(LOGITS, prompt=[3, 3, 3], output=[0, 2, 0, 0], **changes)
     assert values == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
+@pytest.mark.parametrize("penalty", ["presence", "frequency"])
 def test_prompt_tokens_are_not_penalised_when_only_output_counts(penalty: str) -> None:
-    assert adjusted(LOGITS, prompt_ids=[0, 0, 2], **{penalty: 2.0}) == LOGITS
+    assert adjusted(LOGITS, prompt=[0, 0, 2], **{penalty: 2.0}) == LOGITS
+
+
+@given(
+    st.lists(st.sampled_from([-math.inf, -2.5, -0.0, 0.0, 1.0, 1e-30, 3e38, math.inf]), min_size=1, max_size=30),
+    st.data(),
+)
+def test_ranking_takes_the_lowest_id_first_when_logits_are_equal(logits: list[float], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, len(logits)))
+    wanted = sorted(range(len(logits)), key=lambda token: (-logits[token], token))[:count]
+    assert rank(torch.tensor([logits]), count).tolist() == [wanted]

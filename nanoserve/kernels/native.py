@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from nanoserve.kernels import native_lib
-from nanoserve.kernels.native_ops import Program, Recorder, new_kv_store, segments
+from nanoserve.kernels.native_head import HeadRecorder
+from nanoserve.kernels.native_ops import Program, new_kv_store, segments
 from nanoserve.ops import Rotation, StepWindow
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ BLOCK = native_lib.ROWS
 """Slots of a K/V block: the kernels' layout fixes it."""
 
 
-class NativeOps(Recorder):
+class NativeOps(HeadRecorder):
     """Implements `ops.Ops` and `ops.KVKernels`."""
 
     name = "native"

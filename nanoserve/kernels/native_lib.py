@@ -36,6 +36,9 @@ class Op(IntEnum):
     GATHER = 8
     SAMPLE = 9
     REMEMBER = 10
+    ADJUST = 11
+    LOGPROBS = 12
+    APPEND = 13
 
 
 class Kind(IntEnum):
@@ -63,7 +66,7 @@ class Gate(IntEnum):
 
 
 LANES, GROUP, ROWS, SPLIT = 16, 32, 16, 128
-MAX_QUERIES, MAX_HEAD_DIM, PLAN_PARTIALS = 32, 256, 16384
+MAX_QUERIES, MAX_HEAD_DIM, PLAN_PARTIALS, MAX_TOP = 32, 256, 16384, 20
 QGROUP_BYTES = 832
 PLAN_BYTES, ROW_GROUP_BYTES = 8 + 1024 * 12, 16
 
@@ -165,11 +168,37 @@ class RememberRecord(_Struct):
     _fields_ = [("head", Head), *_pointers("tokens", "table_rows", "index", "last_tokens")]
 
 
+class AdjustRecord(_Struct):
+    _fields_ = [
+        ("head", Head),
+        *_pointers("logits", "out", "table_rows", "positions", "index", "tokens", "counts", "penalties"),
+        *_pointers("bias_ids", "bias_values"),
+        ("tokens_ld", c_int64), ("bias_ld", c_int32), ("vocab", c_int32),
+    ]  # fmt: skip
+
+
+class LogprobsRecord(_Struct):
+    _fields_ = [
+        ("head", Head),
+        *_pointers("logits", "tokens", "table_rows", "index", "counts", "chosen", "top_ids", "top"),
+        ("vocab", c_int32), ("top_ld", c_int32),
+    ]  # fmt: skip
+
+
+class AppendRecord(_Struct):
+    _fields_ = [
+        ("head", Head),
+        *_pointers("chosen", "table_rows", "positions", "index", "tokens"),
+        ("tokens_ld", c_int64),
+    ]
+
+
 class Record(ctypes.Union):
     _fields_: ClassVar[Sequence[Any]] = [
         ("head", Head), ("plan", PlanRecord), ("embed", EmbedRecord), ("norm", NormRecord), ("quant", QuantRecord),
         ("linear", LinearRecord), ("gate", GateRecord), ("rope", RopeRecord), ("attention", AttentionRecord),
-        ("gather", GatherRecord), ("sample", SampleRecord), ("remember", RememberRecord),
+        ("gather", GatherRecord), ("sample", SampleRecord), ("remember", RememberRecord), ("adjust", AdjustRecord),
+        ("logprobs", LogprobsRecord), ("append", AppendRecord),
     ]  # fmt: skip
 
 
@@ -188,12 +217,13 @@ class Launch:
 OP_OF: Mapping[type[_Struct], Op] = {
     PlanRecord: Op.PLAN, EmbedRecord: Op.EMBED, NormRecord: Op.NORM, QuantRecord: Op.QUANT, LinearRecord: Op.LINEAR,
     GateRecord: Op.GATE, RopeRecord: Op.ROPE, AttentionRecord: Op.ATTENTION, GatherRecord: Op.GATHER,
-    SampleRecord: Op.SAMPLE, RememberRecord: Op.REMEMBER,
+    SampleRecord: Op.SAMPLE, RememberRecord: Op.REMEMBER, AdjustRecord: Op.ADJUST, LogprobsRecord: Op.LOGPROBS,
+    AppendRecord: Op.APPEND,
 }  # fmt: skip
 
 LAYOUT: tuple[int, ...] = (
     ctypes.sizeof(Record), *map(ctypes.sizeof, OP_OF), ctypes.sizeof(Matrix),
-    QGROUP_BYTES, PLAN_BYTES, ROW_GROUP_BYTES, len(Op), len(Kind), PLAN_PARTIALS, SPLIT,
+    QGROUP_BYTES, PLAN_BYTES, ROW_GROUP_BYTES, len(Op), len(Kind), PLAN_PARTIALS, SPLIT, MAX_TOP,
 )  # fmt: skip
 
 

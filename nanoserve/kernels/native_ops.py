@@ -1,4 +1,4 @@
-"""Recording a forward as a native program: the ops of `ops.Ops`, each of which appends a record and runs nothing.
+"""Recording a body as a native program: ops of `ops.Ops`, each of which appends a record and runs nothing.
 
 Outputs are fp32 views of the arena (native_arena). What a linear takes in is int8 groups, so the op before it writes
 those itself where it can, and its fp32 output is dropped from the record once nobody has read it; a gated layer's two
@@ -19,7 +19,7 @@ from nanoserve.kernels import native_lib as lib
 from nanoserve.kernels.memory import lazy_zeros
 from nanoserve.kernels.native_arena import Arena
 from nanoserve.kernels.native_pack import PackedMatrix, StackedMatrix
-from nanoserve.ops import SamplingWindow, StepWindow
+from nanoserve.ops import StepWindow
 
 FUSES_QUANTS = (lib.NormRecord, lib.AttentionRecord, lib.GatherRecord, lib.GateRecord)
 
@@ -62,7 +62,7 @@ class _Value:
 
 
 class Recorder:
-    """Records programs over one arena, for one pool. Not thread-safe; one program at a time.
+    """Records a body (`native_head`: a head too) over one arena, for one pool. Not thread-safe; one program at a time.
 
     live_rows, live_logit_rows  int64 scalars read at replay: how many step rows, and logit rows, are real
     """
@@ -108,7 +108,7 @@ class Recorder:
     # --- the decoder's vocabulary ---------------------------------------------------------------------------------
 
     def embed(self, table: PackedMatrix | Tensor, step: StepWindow) -> Tensor:
-        live = _address(self._live)
+        live = address_of(self._live)
         cols = table.cols if isinstance(table, PackedMatrix) else table.shape[1]
         record = lib.EmbedRecord(
             table=self._matrix(table),
@@ -232,37 +232,6 @@ class Recorder:
         value.record.out = self._at(place)
         value.reads += 1
 
-    def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        record = lib.GatherRecord(x=self._read(x), index=self._at(rows), x_ld=x.stride(0), cols=x.shape[1])
-        return self._output(record, rows.shape[0], x.shape[1], _address(self._live_logits))
-
-    def sample(
-        self, logits: Tensor, sampling: SamplingWindow, positions: Tensor, index: Tensor | None = None
-    ) -> Tensor:
-        """`[rows]` int64; `positions[index[row]]` is the token's position, `positions[row]` without an index."""
-        rows, vocab = logits.shape
-        tokens = self._arena.tensor(rows, 1, torch.int64, self._forget)
-        record = lib.SampleRecord(
-            logits=self._read(logits), temperature=self._at(sampling.temperature), top_p=self._at(sampling.top_p),
-            min_p=self._at(sampling.min_p), top_k=self._at(sampling.top_k), seed=self._at(sampling.seed),
-            choice=self._at(sampling.choice), positions=self._at(positions), index=self._at(index),
-            tokens=tokens.data_ptr(), vocab=vocab,
-        )  # fmt: skip
-        live = self._value(logits).live
-        self._append(record, rows, live)
-        self._values[tokens.data_ptr()] = _Value(None, live)
-        self._need((vocab + 16) * 2 * 4)
-        return tokens[:, 0]
-
-    def remember(self, last_tokens: Tensor, table_rows: Tensor, tokens: Tensor, index: Tensor | None = None) -> None:
-        record = lib.RememberRecord(
-            tokens=tokens.data_ptr(),
-            table_rows=self._at(table_rows),
-            index=self._at(index),
-            last_tokens=self._at(last_tokens),
-        )
-        self._append(record, tokens.shape[0], self._value(tokens).live)
-
     # --- records and values ---------------------------------------------------------------------------------------
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
@@ -272,9 +241,8 @@ class Recorder:
         total: Tensor | None = None
         if residual is not None:
             record.residual = self._read(residual)
-            total = self._arena.tensor(rows, cols, torch.float32, self._forget)
+            total = self._made(rows, cols, torch.float32, x)
             record.total = total.data_ptr()
-            self._values[total.data_ptr()] = _Value(None, live)
         self._need((cols + 16) * 4)
         return self._output(record, rows, cols, live), total
 
@@ -346,6 +314,12 @@ class Recorder:
         self._values[out.data_ptr()] = _Value(record, live, quants)
         return out
 
+    def _made(self, rows: int, cols: int, dtype: torch.dtype, source: Tensor) -> Tensor:
+        """Room for an output that no linear will read, with as many live rows as `source`."""
+        out = self._arena.tensor(rows, cols, dtype, self._forget)
+        self._values[out.data_ptr()] = _Value(None, self._value(source).live)
+        return out
+
     def _append(self, record: Any, rows: int, live: int | None) -> None:
         record.head = lib.Head(lib.OP_OF[type(record)], rows, live)
         self._records.append(record)
@@ -384,7 +358,7 @@ class Recorder:
         self._scratch_bytes = max(self._scratch_bytes, scratch_bytes)
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address_of(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 

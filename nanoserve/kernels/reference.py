@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoserve.kernels.memory import lazy_zeros
-from nanoserve.kernels.sampling import sample_rows
-from nanoserve.ops import Rectangle, Rotation, SamplingWindow, StepWindow
+from nanoserve.kernels.sampling import adjust_row, rank, sample_rows
+from nanoserve.ops import HistoryWindow, Logprobs, Rectangle, Rotation, SamplingWindow, StepWindow
+from nanoserve.request import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
     from nanoserve.ops import KVStore
@@ -69,6 +70,40 @@ class ReferenceOps:
 
     def remember(self, last_tokens: Tensor, table_rows: Tensor, tokens: Tensor, index: Tensor | None = None) -> None:
         last_tokens.index_copy_(0, table_rows if index is None else table_rows[index], tokens)
+
+    def adjust_logits(
+        self, logits: Tensor, history: HistoryWindow, step: StepWindow, index: Tensor | None = None
+    ) -> Tensor:
+        # One row at a time, with lengths read on the host: so it is never part of a captured graph.
+        table_rows, lengths = _logit_rows(step, index)
+        counts, penalties = history.counts[table_rows].tolist(), history.penalties[table_rows].tolist()
+        adjusted = logits.clone()
+        for row, (table_row, length) in enumerate(zip(table_rows.tolist(), lengths.tolist(), strict=True)):
+            prompt_tokens, biases, _ = counts[row]
+            repetition, presence, frequency = penalties[row]
+            adjusted[row] = adjust_row(
+                logits[row],
+                history.tokens[table_row, :length].long(),
+                prompt_tokens=prompt_tokens,
+                repetition=repetition,
+                presence=presence,
+                frequency=frequency,
+                bias_ids=history.bias_ids[table_row, :biases].long(),
+                bias_values=history.bias_values[table_row, :biases],
+            )
+        return adjusted
+
+    def append_tokens(
+        self, history: HistoryWindow, tokens: Tensor, step: StepWindow, index: Tensor | None = None
+    ) -> None:
+        history.tokens.index_put_(_logit_rows(step, index), tokens.int())
+
+    def logprobs(
+        self, logits: Tensor, tokens: Tensor, history: HistoryWindow, step: StepWindow, index: Tensor | None = None
+    ) -> Logprobs:
+        own = torch.log_softmax(logits, dim=-1)
+        top_ids = rank(logits, min(MAX_TOP_LOGPROBS, logits.shape[1]))
+        return Logprobs(own.gather(1, tokens.unsqueeze(1))[:, 0], top_ids.int(), own.gather(1, top_ids))
 
     # --- the K/V store ----------------------------------------------------------------------------------------
 
@@ -160,6 +195,11 @@ class ReferenceOps:
                     window=window,
                 )
         return out
+
+
+def _logit_rows(step: StepWindow, index: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(table row, position of the token to come) of each logit row."""
+    return (step.table_rows, step.context_lens) if index is None else (step.table_rows[index], step.context_lens[index])
 
 
 def _runs(values: list[int]) -> list[tuple[int, int]]:

@@ -7,8 +7,6 @@ draws the numbers it would have drawn alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -85,30 +83,38 @@ def _filter(probs: Tensor, sampling: SamplingWindow) -> Tensor:
     return torch.zeros_like(probs).scatter(1, ids, torch.where(keep, ordered, 0.0))
 
 
-def adjust_logits(
+def adjust_row(
     logits: Tensor,
+    tokens: Tensor,
     *,
-    prompt_ids: Sequence[int],
-    output_ids: Sequence[int],
-    presence_penalty: float,
-    frequency_penalty: float,
-    repetition_penalty: float,
-    logit_bias: Sequence[tuple[int, float]],
+    prompt_tokens: int,
+    repetition: float,
+    presence: float,
+    frequency: float,
+    bias_ids: Tensor,
+    bias_values: Tensor,
 ) -> Tensor:
-    """A new `[vocab]` fp32 row with penalties and bias applied, in that order.
+    """A new `[vocab]` fp32 row with penalties and bias applied, in that order. `tokens` `[length]` int64 are the ids of
+    the prompt and of what was generated so far.
 
-    repetition divides positive and multiplies negative logits of every token seen in prompt or output (Keskar et al.
-    2019); presence and frequency subtract `presence + frequency · count` for tokens of the output (OpenAI API).
+    repetition divides positive and multiplies other logits of every token in `tokens` (Keskar et al. 2019); presence
+    and frequency subtract `presence + frequency * count` for tokens past the prompt (OpenAI API); a bias is added.
     """
     row = logits.clone()
-    if repetition_penalty != 1.0 and (prompt_ids or output_ids):
-        seen = torch.tensor(sorted({*prompt_ids, *output_ids}), dtype=torch.int64, device=row.device)
+    if repetition != 1.0:
+        seen = torch.unique(tokens)
         values = row[seen]
-        row[seen] = torch.where(values > 0, values / repetition_penalty, values * repetition_penalty)
-    if (presence_penalty or frequency_penalty) and output_ids:
-        counts = torch.bincount(torch.tensor(output_ids, dtype=torch.int64, device=row.device), minlength=row.shape[0])
-        row -= torch.where(counts > 0, presence_penalty + frequency_penalty * counts, 0.0)
-    if logit_bias:
-        index = torch.tensor([token for token, _ in logit_bias], dtype=torch.int64, device=row.device)
-        row.index_add_(0, index, torch.tensor([bias for _, bias in logit_bias], dtype=row.dtype, device=row.device))
-    return row
+        row[seen] = torch.where(values > 0, values / repetition, values * repetition)
+    if presence or frequency:
+        counts = torch.bincount(tokens[prompt_tokens:], minlength=row.shape[0])
+        row -= torch.where(counts > 0, presence + frequency * counts, 0.0)
+    return row.index_add_(0, bias_ids, bias_values)
+
+
+def rank(logits: Tensor, count: int) -> Tensor:
+    """`[rows, count]` int64: the ids of each row's largest logits, the lowest id first among equals, which topk itself
+    leaves open. Orders integers that hold both the logit's order and the id."""
+    bits = (logits + 0.0).view(torch.int32).long()  # adding zero makes -0.0 the 0.0 it equals
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    keys = (order << 32) - torch.arange(logits.shape[1], device=logits.device)
+    return keys.topk(count, dim=-1).indices

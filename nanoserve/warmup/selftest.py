@@ -1,7 +1,8 @@
 """The padding self-test: does a row's answer change when pad rows stand beside it, and do pad rows leave a trace?
 
 Runs at the end of the warm-up, on the graphs that will serve: a short made-up prompt in table row 0, one token decoded
-alone, then the same token padded into each row bucket. Bounded in seconds, since it must not delay the door for long.
+alone, then the same token padded into each row bucket, bodies and heads alike. Bounded in seconds, since it must not
+delay the door for long.
 """
 
 from __future__ import annotations
@@ -77,21 +78,23 @@ def padding_self_test(
     `slots` are PROMPT_TOKENS + 1 free slots of the pool; what they hold afterwards belongs to nobody.
     """
     started = clock()
-    buckets: list[Shape] = [shape for shape in shapes.padding_shapes() if covered(shape)]
+    buckets: list[Shape] = [s for s in shapes.padding_shapes() if covered(s) and s not in shapes.alone]
 
     def verdict(name: str, rows: tuple[int, ...], worst: float | None, reason: str | None = None) -> SelfTestReport:
-        return SelfTestReport(name, rows, worst, clock() - started, reason)
+        return SelfTestReport(name, tuple(sorted(set(rows))), worst, clock() - started, reason)
 
     if seconds <= 0:
         return verdict("skipped", (), 0.0, "no time was given")
-    if len(buckets) < 2 or buckets[0].rows != 1 or (buckets[0].width or PROMPT_TOKENS + 1) <= PROMPT_TOKENS:
+    lone: Shape = shapes.alone[0]
+    narrow = lone.width is not None and lone.width <= PROMPT_TOKENS
+    if not buckets or narrow or not all(covered(shape) for shape in shapes.alone):
         return verdict("skipped", (), 0.0, "there is no warm row bucket to compare a row alone with")
     compared: list[int] = []
     worst: float | None = 0.0
     try:
         prober.probe_prefill([i % vocab_size for i in range(1, PROMPT_TOKENS + 1)], slots[:PROMPT_TOKENS])
-        alone = prober.probe_decode(buckets[0], slots)
-        for shape in buckets[1:]:
+        alone = prober.probe_decode(lone, slots)
+        for shape in buckets:
             if clock() - started > seconds:
                 break
             worst = _worse(worst, alone, _probe_untouched(prober, shape, slots))

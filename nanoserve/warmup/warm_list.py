@@ -40,7 +40,7 @@ def _shape(entry: Mapping[str, Any]) -> Shape:
     kind = entry.get("kind", "decode")
     if kind == "decode":
         return DecodeShape(_count(entry["rows"]), _count(entry["width"]))
-    if kind not in ("body", "head"):
+    if kind not in ("body", "head", "head_full"):
         raise ValueError(f"{kind!r} is no kind of graph")
     return GraphKey(kind, _count(entry["rows"]), None)
 

@@ -157,6 +157,45 @@ static float *attention(program *p, float *qkv, int32_t heads, int32_t kv_heads,
     return out;
 }
 
+typedef struct {
+    int64_t *table_rows, *positions, *index;
+    int32_t *tokens;
+    ns_history_counts *counts;
+    ns_penalties *penalties;
+    int32_t *bias_ids;
+    float *bias_values;
+    int32_t longest, biases;
+} history;
+
+/* A table row of its own for each row of the step, in any order; lengths up to the longest history. */
+static history history_of(program *p, int32_t vocab)
+{
+    const size_t rows = (size_t)p->rows;
+    history made = {.longest = 1 + (int32_t)draw(100), .biases = (int32_t)draw(9)};
+    const size_t longest = (size_t)made.longest, biases = (size_t)made.biases;
+    made.table_rows = keep(rows * sizeof(int64_t));
+    const int64_t shift = draw((uint32_t)rows);
+    for (size_t i = 0; i < rows; i++) made.table_rows[i] = ((int64_t)i + shift) % (int64_t)rows;
+    made.positions = integers(rows, (uint32_t)made.longest + 1);
+    made.index = NULL;
+    if (draw(2)) {
+        made.index = keep(rows * sizeof(int64_t));
+        for (size_t i = 0; i < rows; i++) made.index[i] = (int64_t)(rows - 1 - i);
+    }
+    made.tokens = keep(rows * longest * sizeof(int32_t));
+    for (size_t i = 0; i < rows * longest; i++) made.tokens[i] = (int32_t)draw((uint32_t)vocab);
+    made.counts = keep(rows * sizeof *made.counts);
+    made.penalties = keep(rows * sizeof *made.penalties);
+    for (size_t i = 0; i < rows; i++) {
+        made.counts[i] = (ns_history_counts){draw((uint32_t)made.longest + 1), draw((uint32_t)made.biases + 1), (int64_t)draw(22) - 1};
+        made.penalties[i] = (ns_penalties){draw(2) ? 1.0f : 1.3f, draw(2) ? 0.0f : real(), draw(2) ? 0.0f : real()};
+    }
+    made.bias_ids = keep(rows * biases * sizeof(int32_t));
+    for (size_t i = 0; i < rows * biases; i++) made.bias_ids[i] = (int32_t)draw((uint32_t)vocab);
+    made.bias_values = floats(rows * biases);
+    return made;
+}
+
 static int run_one(ns_pool *pool)
 {
     static const int32_t dims[] = {16, 32, 64, 80, 96, 128, 256};
@@ -187,14 +226,28 @@ static int run_one(ns_pool *pool)
     gather->gather = (ns_gather_rec){gather->head, down, integers((size_t)p.rows, (uint32_t)p.rows), picked,
                                      hidden % NS_GROUP ? NULL : quants(p.rows, hidden), hidden, hidden, 0};
     float *logits = linear(&p, picked, hidden, matrix(vocab, hidden, 0), -1);
-    ns_record *sample = add(&p, NS_OP_SAMPLE);
     const size_t n = (size_t)p.rows;
+    const history past = history_of(&p, vocab);
+    ns_record *adjust = add(&p, NS_OP_ADJUST);
+    float *adjusted = floats(n * (size_t)vocab);
+    adjust->adjust = (ns_adjust_rec){adjust->head, logits, adjusted, past.table_rows, past.positions, past.index, past.tokens,
+                                     past.counts, past.penalties, past.bias_ids, past.bias_values, past.longest,
+                                     past.biases, vocab};
+    need(&p, (size_t)vocab * 4);
+    ns_record *sample = add(&p, NS_OP_SAMPLE);
     int64_t *tokens = memset(keep(n * sizeof *tokens), 0, n * sizeof *tokens);
-    sample->sample = (ns_sample_rec){sample->head, logits, floats(n), floats(n), floats(n), integers(n, 50), integers(n, 99),
+    sample->sample = (ns_sample_rec){sample->head, adjusted, floats(n), floats(n), floats(n), integers(n, 50), integers(n, 99),
                                      integers(n, 3), integers(n, 99), integers(n, (uint32_t)p.rows), tokens, vocab, 0};
     need(&p, ((size_t)vocab + 16) * 2 * 4);
     ns_record *remember = add(&p, NS_OP_REMEMBER);
     remember->remember = (ns_remember_rec){remember->head, tokens, integers(n, 5), NULL, integers(5, 9)}; /* one thread */
+    ns_record *append = add(&p, NS_OP_APPEND);
+    append->append = (ns_append_rec){append->head, tokens, past.table_rows, past.positions, past.index, past.tokens,
+                                     past.longest};
+    ns_record *logprobs = add(&p, NS_OP_LOGPROBS);
+    const int32_t top = vocab < NS_MAX_TOP ? vocab : NS_MAX_TOP;
+    logprobs->logprobs = (ns_logprobs_rec){logprobs->head, logits, tokens, past.table_rows, past.index, past.counts,
+                                           floats(n), keep(n * (size_t)top * 4), floats(n * (size_t)top), vocab, top};
     const ns_segment segment = {p.records, p.count};
     if (ns_pool_reserve(pool, (int64_t)p.scratch)) return 1;
     for (int times = 0; times < 2; times++)

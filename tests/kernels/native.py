@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nanoserve.kernels import native_lib
 from nanoserve.kernels.native_arena import Arena
-from nanoserve.kernels.native_ops import Program, Recorder, new_kv_store, segments
+from nanoserve.kernels.native_head import HeadRecorder
+from nanoserve.kernels.native_ops import Program, new_kv_store, segments
 from nanoserve.kernels.native_pack import PackedMatrix
 from nanoserve.models.config import RopeConfig
 from nanoserve.models.rope import rope_tables
@@ -27,11 +28,11 @@ class Harness:
         self.pool = library.pool(threads)
         self.live = torch.zeros(1, dtype=torch.int64)
         self.live_logits = torch.zeros(1, dtype=torch.int64)
-        self.recorder = Recorder(
+        self.recorder = HeadRecorder(
             self.pool, Arena(1 << 26), max_rows=MAX_ROWS, live_rows=self.live, live_logit_rows=self.live_logits
         )
 
-    def run(self, record: Callable[[Recorder], Tensor | tuple[Tensor, ...]], live: int = MAX_ROWS) -> list[Tensor]:
+    def run(self, record: Callable[[HeadRecorder], Tensor | tuple[Tensor, ...]], live: int = MAX_ROWS) -> list[Tensor]:
         """Record, run once and return copies of the outputs."""
         self.live[0] = live
         self.live_logits[0] = live

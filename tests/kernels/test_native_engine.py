@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanoserve.errors import ConfigError
+from nanoserve.request import SamplingParams
 from tests.test_engine import crowd, ids
 from tests.tiny_engine import Ask, TinyEngine, params_of, tokens_of
 from tests.tiny_folder import write_served_model
@@ -114,6 +116,41 @@ def test_tokens_follow_the_request_alone_when_sampled_beside_others(folder: Path
     beside = tokens_of(engine.answers([*crowd(), ask]))[-1]
     assert first == beside
     assert len({tuple(tokens) for tokens in first}) == 4
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"prefill_tokens": 7}, {"blocks": 4, "prefill_tokens": 5, "max_sequences": 5}],
+    ids=["together", "chunks of 7", "preempted"],
+)
+def test_plain_and_penalised_answers_equal_solo_runs_when_they_share_steps(
+    folder: Path, fields: dict[str, Any]
+) -> None:
+    """Alone, a plain answer never meets the full head; seeded ones with a history depend on every token before."""
+    asks = [
+        Ask(ask.prompt, replace(ask.params, logprobs=None), ask.at_step)
+        for ask in (*crowd(), *(Ask(ids(30, n), penalised(n), at_step=n) for n in range(3)))
+    ]
+    solo = TinyEngine(folder, **NATIVE)
+    apart = solo.alone(asks)
+    plain = [entry for entry in graphs_of(solo, "head") if entry.replays]
+    assert plain, "the plain answers took the plain head"
+    engine = TinyEngine(folder, **{**NATIVE, **fields})
+    assert engine.answers(asks) == apart
+    assert any(entry.replays for entry in graphs_of(engine, "head_full"))
+    assert (engine.engine.scheduler.preemptions > 0) is ("blocks" in fields)
+
+
+def penalised(seed: int) -> SamplingParams:
+    return params_of(
+        temperature=1.1, seed=seed, frequency_penalty=0.8, presence_penalty=-0.3, repetition_penalty=1.2,
+        logit_bias=((7, 1.5), (40, -100.0)), max_tokens=25,
+    )  # fmt: skip
+
+
+def graphs_of(engine: TinyEngine, kind: str) -> list[Any]:
+    assert engine.runner.graphs is not None
+    return [entry for entry in engine.runner.graphs.entries() if entry.key.kind == kind]
 
 
 def test_threads_end_when_an_engine_is_dropped(folder: Path) -> None:

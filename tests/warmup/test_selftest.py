@@ -131,3 +131,41 @@ def test_shapes_without_a_warm_graph_are_not_compared() -> None:
     tiny = warmed(rows=(1, 4))
     assert tiny.engine.runner.shapes == ShapeSet((1, 2, 4), (16, 32, 48, 64))
     assert self_test(tiny).rows == (4,)
+
+
+# --- the paged read ---------------------------------------------------------------------------------------------------
+
+
+class LeakyHead(ReferenceOps):
+    """Logits that depend on how many rows a head has."""
+
+    def logits(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return super().logits(x, weight) + 0.1 * (x.shape[0] - 1)
+
+
+def paged(shapes: list[GraphKey] | None = None, ops: ReferenceOps | None = None) -> SelfTestReport:
+    tiny = tiny_engine(ops=ops, attention_read="paged", max_sequences=3, prefill_tokens=4)
+    runner = tiny.engine.runner
+    assert runner.shapes is not None
+    tiny.engine.warm_decode(shapes or runner.shapes.shapes(), cost=CostModel(0.0, 0.0))
+    graphs = runner.graphs
+    assert graphs is not None
+    return padding_self_test(
+        runner, runner.shapes, graphs.__contains__, slots=list(range(6)), vocab_size=96, seconds=30.0
+    )
+
+
+def test_bodies_and_heads_of_either_kind_are_compared_when_the_read_is_paged() -> None:
+    report = paged()
+    assert (report.verdict, report.rows) == ("passed", (1, 2, 3, 4, 7)), "a lone row has a full head too"
+    for kind in ("head", "head_full"):
+        alone = [GraphKey("body", 1, None), GraphKey("head", 1, None)]
+        report = paged([*alone, GraphKey(kind, 3, None)], LeakyHead())  # type: ignore[arg-type]
+        assert (report.verdict, report.rows) == ("failed", (3,))
+
+
+@pytest.mark.parametrize("missing", ["body", "head"])
+def test_verdict_is_skipped_when_a_lone_rows_graphs_are_not_all_warm(missing: str) -> None:
+    shapes = [GraphKey(kind, rows, None) for kind in ("body", "head", "head_full") for rows in (1, 2)]
+    report = paged([shape for shape in shapes if shape[:2] != (missing, 1)])
+    assert (report.verdict, report.reason) == ("skipped", "there is no warm row bucket to compare a row alone with")

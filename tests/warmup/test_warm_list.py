@@ -10,14 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.buckets import DecodeShape
+from nanoserve.buckets import DecodeShape, GraphKey
 from nanoserve.errors import ConfigError
 from nanoserve.warmup import load_warm_list, save_warm_list
 
 counts = st.integers(1, 1 << 40)
 
 
-@given(st.dictionaries(st.builds(DecodeShape, counts, counts), counts, max_size=8))
+paged = st.builds(GraphKey, st.sampled_from(["body", "head", "head_full"]), counts, st.none())
+
+
+@given(st.dictionaries(st.one_of(st.builds(DecodeShape, counts, counts), paged), counts, max_size=8))
 def test_shapes_come_back_when_they_were_saved(tmp_path_factory: pytest.TempPathFactory, replays: dict) -> None:
     path = tmp_path_factory.mktemp("list") / "warm.json"
     save_warm_list(path, replays)

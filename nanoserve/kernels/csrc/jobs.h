@@ -38,7 +38,10 @@ static inline ns_share ns_share_of(const ns_record *record, int32_t threads)
     case NS_OP_ROPE: return ns_rows_share(rows, record->rope.qkv_ld, threads);
     case NS_OP_GATHER: return ns_rows_share(rows, record->gather.cols, threads);
     case NS_OP_SAMPLE: return ns_rows_share(rows, record->sample.vocab, threads);
-    case NS_OP_REMEMBER: return (ns_share){rows, rows, 1};
+    case NS_OP_REMEMBER:
+    case NS_OP_APPEND: return (ns_share){rows, rows, 1};
+    case NS_OP_ADJUST: return ns_rows_share(rows, record->adjust.vocab, threads);
+    case NS_OP_LOGPROBS: return ns_rows_share(rows, record->logprobs.vocab, threads);
     case NS_OP_LINEAR: return ns_linear_share(&record->linear, rows, threads);
     case NS_OP_ATTENTION: {
         const ns_plan *plan = record->attention.plan;

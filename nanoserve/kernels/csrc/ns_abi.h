@@ -17,6 +17,7 @@ enum {
     NS_SPLIT = 128,      /* keys per attention split: fixed, because it fixes the bits */
     NS_MAX_QUERIES = 32, /* queries one attention task holds at once, if one row has no more */
     NS_MAX_HEAD_DIM = 256,
+    NS_MAX_TOP = 20,     /* likeliest tokens reported beside a chosen one */
 };
 
 typedef enum {
@@ -31,6 +32,9 @@ typedef enum {
     NS_OP_GATHER,
     NS_OP_SAMPLE,
     NS_OP_REMEMBER,
+    NS_OP_ADJUST,
+    NS_OP_LOGPROBS,
+    NS_OP_APPEND,
     NS_OP_COUNT,
 } ns_op;
 
@@ -233,6 +237,64 @@ typedef struct {
     int64_t *last_tokens;
 } ns_remember_rec;
 
+/* What the full head knows of a table row; a pad row's, and that of a sequence that asks for nothing, changes nothing. */
+typedef struct {
+    int64_t prompt_tokens;
+    int64_t biases; /* entries of bias_ids and bias_values that count */
+    int64_t top;    /* likeliest tokens to report; -1: no log-probability at all */
+} ns_history_counts;
+
+typedef struct {
+    float repetition; /* 1: none */
+    float presence;
+    float frequency;
+} ns_penalties;
+
+/* out = logits, penalised for what the row's history holds, plus the bias of its table row. */
+typedef struct {
+    ns_head head;
+    const float *logits; /* [rows, vocab] */
+    float *out;          /* [rows, vocab] */
+    const int64_t *table_rows;
+    const int64_t *positions; /* of the tokens to come: as many tokens has the history */
+    const int64_t *index;     /* logit row -> entry of table_rows and positions; null: the same */
+    const int32_t *tokens;    /* [table rows, tokens_ld] */
+    const ns_history_counts *counts;
+    const ns_penalties *penalties;
+    const int32_t *bias_ids; /* [table rows, bias_ld] */
+    const float *bias_values;
+    int64_t tokens_ld;
+    int32_t bias_ld;
+    int32_t vocab;
+} ns_adjust_rec;
+
+/* Log-probabilities under softmax(logits): of each row's token, and of its likeliest ones, the largest first. Rows that
+ * ask for none are not written. */
+typedef struct {
+    ns_head head;
+    const float *logits;
+    const int64_t *tokens; /* chosen */
+    const int64_t *table_rows;
+    const int64_t *index;
+    const ns_history_counts *counts;
+    float *chosen;    /* [rows] */
+    int32_t *top_ids; /* [rows, top_ld] */
+    float *top;
+    int32_t vocab;
+    int32_t top_ld; /* at most NS_MAX_TOP and vocab */
+} ns_logprobs_rec;
+
+/* Each row's token joins the history of its table row. */
+typedef struct {
+    ns_head head;
+    const int64_t *chosen;
+    const int64_t *table_rows;
+    const int64_t *positions;
+    const int64_t *index;
+    int32_t *tokens;
+    int64_t tokens_ld;
+} ns_append_rec;
+
 typedef union {
     ns_head head;
     ns_plan_rec plan;
@@ -246,6 +308,9 @@ typedef union {
     ns_gather_rec gather;
     ns_sample_rec sample;
     ns_remember_rec remember;
+    ns_adjust_rec adjust;
+    ns_logprobs_rec logprobs;
+    ns_append_rec append;
 } ns_record;
 
 /* Programs that run one after the other in one launch. */
