@@ -180,6 +180,7 @@ class GraphSet(Generic[T]):
         """The `shapes` list of `/metrics`."""
         return [
             {
+                "kind": entry.key.kind,
                 "rows": entry.key.rows,
                 "width": entry.key.width,
                 "warmed": entry.origin == "warm",

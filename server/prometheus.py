@@ -93,4 +93,4 @@ def render(metrics: dict[str, Any], *, openmetrics: bool) -> str:
 
 def _labels(shape: dict[str, Any]) -> dict[str, Any]:
     width = shape["width"]
-    return {"rows": shape["rows"], "width": "" if width is None else width}
+    return {"kind": shape["kind"], "rows": shape["rows"], "width": "" if width is None else width}

@@ -90,7 +90,16 @@ def test_replay_is_counted_with_its_real_and_pad_rows(graphs: GraphSet[int]) -> 
     graphs.add_seconds(KEY, 0.25)
     graphs.add_seconds(KEY, 0.5)
     assert graphs.shapes() == [
-        {"rows": 4, "width": 16, "warmed": True, "replays": 2, "real_rows": 7, "pad_rows": 1, "seconds_total": 0.75}
+        {
+            "kind": "decode",
+            "rows": 4,
+            "width": 16,
+            "warmed": True,
+            "replays": 2,
+            "real_rows": 7,
+            "pad_rows": 1,
+            "seconds_total": 0.75,
+        }
     ]
 
 

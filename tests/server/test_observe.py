@@ -97,7 +97,8 @@ def sample_metrics() -> dict[str, Any]:
     metrics.latency.ttft_seconds.add(0.25)
     metrics.graph_stats = lambda: {"read": "rectangle", "backend": "eager", "replays": 7, "warmed": 3}
     shape = {"warmed": True, "replays": 7, "real_rows": 9, "pad_rows": 1, "seconds_total": 0.5}
-    metrics.graph_shapes = lambda: [{"rows": 2, "width": 128, **shape}, {"rows": 4, "width": None, **shape}]
+    keys = [("decode", 2, 128), ("body", 4, None), ("head", 4, None), ("head_full", 4, None)]
+    metrics.graph_shapes = lambda: [{"kind": kind, "rows": rows, "width": width, **shape} for kind, rows, width in keys]
     return metrics.snapshot()
 
 
@@ -105,7 +106,7 @@ def sample_metrics() -> dict[str, Any]:
 def test_text_has_one_type_line_before_all_samples_of_a_family(openmetrics: bool) -> None:
     lines = render(sample_metrics(), openmetrics=openmetrics).splitlines()
     assert ("# EOF" in lines) == openmetrics
-    family, seen = "", set()
+    family, seen, series = "", set(), set()
     for line in lines:
         if line.startswith("# TYPE "):
             family = line.split()[2]
@@ -114,10 +115,12 @@ def test_text_has_one_type_line_before_all_samples_of_a_family(openmetrics: bool
         elif line != "# EOF":
             name, value = line.rsplit(" ", 1)
             assert name.startswith(family)
+            assert name not in series, "a scrape with two samples of one series is refused"
+            series.add(name)
             float(value)
     assert 'nanoserve_build_info{version="1\\"x\\\\y"} 1' in lines
     assert "nanoserve_graphs_replays_total 7" in lines
-    assert 'nanoserve_shape_replays_total{rows="2",width="128"} 7' in lines
+    assert 'nanoserve_shape_replays_total{kind="decode",rows="2",width="128"} 7' in lines
     assert 'nanoserve_ttft_seconds{quantile="0.5"} 0.25' in lines
     assert "nanoserve_ttft_seconds_count 1" in lines
     assert "None" not in "\n".join(lines)
