@@ -22,20 +22,21 @@ from nanoserve.errors import KernelBuildError
 
 SOURCES = Path(__file__).parent / "csrc"
 COMMON_FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fPIC", "-Wall", "-Wextra")
+_AVX512 = ("-DNS_ISA_AVX512", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma", "-mf16c")
 ISA_FLAGS: Mapping[str, tuple[str, ...]] = {
     "generic": (),
     "avx2": ("-DNS_ISA_AVX2", "-mavx2", "-mfma", "-mf16c"),
-    "avx512": (
-        "-DNS_ISA_AVX512", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx512bf16",
-        "-mfma", "-mf16c",
-    ),
-}  # fmt: skip
+    "avx512": _AVX512,
+    "avx512_bf16": (*_AVX512, "-DNS_ISA_AVX512_BF16", "-mavx512bf16"),
+}
 ISAS = tuple(ISA_FLAGS)
 """From the slowest to the fastest."""
+_AVX512_NEEDS = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"})
 _NEEDS = {
     "generic": frozenset[str](),
     "avx2": frozenset({"avx2", "fma", "f16c"}),
-    "avx512": frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"}),
+    "avx512": _AVX512_NEEDS,
+    "avx512_bf16": _AVX512_NEEDS | {"avx512_bf16"},
 }
 ISA_VARIABLE = "NANOSERVE_NATIVE_ISA"
 

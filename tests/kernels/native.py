@@ -163,3 +163,16 @@ class Runner:
             for at in range(0, len(ids), chunk)
         ]
         return torch.cat(parts)
+
+    def following(self, rows: int) -> tuple[Program, Tensor]:
+        """A program whose every replay takes each row's newest token in and leaves the next, and those tokens."""
+        program, step, _, _, sampling = self._program(rows)
+        step.input_ids.fill_(-1)
+        step.table_rows.copy_(torch.arange(rows))
+        step.context_lens.fill_(1)
+        step.write_slots.copy_(self.table[:rows, 0])
+        step.last_tokens[:rows] = torch.arange(rows)
+        sampling.temperature.fill_(1.0)
+        sampling.seed.copy_(torch.arange(rows))
+        self.model.harness.live[0] = self.model.harness.live_logits[0] = rows
+        return program, step.last_tokens[:rows]

@@ -18,7 +18,9 @@ const ns_kernel ns_kernel_table[NS_OP_COUNT] = {
     [NS_OP_APPEND] = ns_run_append,
 };
 
-#if defined(NS_ISA_AVX512)
+#if defined(NS_ISA_AVX512_BF16)
+static const char ns_isa[] = "avx512_bf16";
+#elif defined(NS_ISA_AVX512)
 static const char ns_isa[] = "avx512";
 #elif defined(NS_ISA_AVX2)
 static const char ns_isa[] = "avx2";
@@ -33,12 +35,15 @@ int ns_isa_supported(void)
     if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))) return 0;
 #endif
 #if defined(NS_ISA_AVX512)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
-#else
-    return 1;
+    if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+          __builtin_cpu_supports("avx512vnni")))
+        return 0;
 #endif
+#if defined(NS_ISA_AVX512_BF16)
+    if (!__builtin_cpu_supports("avx512bf16")) return 0;
+#endif
+    return 1;
 }
 
 const char *ns_isa_name(void) { return ns_isa; }

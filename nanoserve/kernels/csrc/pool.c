@@ -6,6 +6,12 @@
  * else delays the job its thread is in, and nothing if it is in none. Waiting for the next record spins for some hundreds of
  * microseconds before it sleeps, since waking a thread takes longer than most records do; with nothing launched every
  * thread sleeps.
+ *
+ * A second launch may be made while one runs: it begins when the first is over, without anyone having slept.
+ *
+ * The last thread can be held back, so that the launcher keeps a core for what it has to do meanwhile: a held launch is
+ * left to the other threads until ns_pool_release lets the last one help. A thread that is taken off its core in the
+ * middle of a job would cost more: all others wait for that job.
  */
 #define _GNU_SOURCE
 #include "pool.h"
@@ -21,7 +27,14 @@
 #include "jobs.h"
 #include "wait.h"
 
-enum { NS_MAX_THREADS = 256, NS_MAX_SEGMENTS = 8, NS_SPINS = 20000, NS_LINE = 64 };
+enum { NS_MAX_THREADS = 256, NS_MAX_SEGMENTS = 8, NS_MAX_LAUNCHES = 2, NS_SPINS = 20000, NS_LINE = 64 };
+
+typedef struct {
+    ns_segment segments[NS_MAX_SEGMENTS];
+    int32_t count;
+    int32_t notify_fd;
+    int32_t held;
+} ns_launch;
 
 typedef struct {
     ns_pool *pool;
@@ -33,20 +46,21 @@ typedef struct {
  * may read `record` until it has given the job back through `left`: before that no other record can be open. */
 struct ns_pool {
     int32_t threads;
-    int32_t notify_fd;
     ns_seat *seats;
-    ns_segment segments[NS_MAX_SEGMENTS];
-    int32_t segment_count;
-    int32_t segment; /* the record to come, and where it lies */
+    ns_launch launches[NS_MAX_LAUNCHES];
+    uint32_t launched;        /* launches so far: the launcher's */
+    _Atomic uint32_t current; /* launches that are over: the one that runs, in the ring */
+    int32_t segment;          /* the record to come, and where it lies */
     int64_t at;
     _Atomic int32_t stop;
-    _Atomic int32_t busy;    /* from a launch until its end has been told */
+    _Atomic int32_t open;    /* launches whose end has not been told */
     _Atomic int32_t running; /* records are left */
     _Atomic(const ns_record *) record; /* null: a launch, which is one empty job */
     _Atomic int64_t grain;
     _Alignas(NS_LINE) _Atomic uint64_t ticket;
     _Alignas(NS_LINE) _Atomic int64_t left; /* jobs of the open record that are not over */
-    ns_word launch; /* changes when there is a program */
+    ns_word launch;  /* changes when there is a program */
+    ns_word release; /* changes when the last thread is to help */
     ns_word turn;   /* changes when the next record is open */
     ns_word done;   /* changes when a program is over */
 };
@@ -69,43 +83,76 @@ static void ns_open(ns_pool *pool, const ns_record *record, int64_t jobs, int64_
     ns_word_set(&pool->turn, turn);
 }
 
-static void ns_finish(ns_pool *pool)
+static ns_launch *ns_current(ns_pool *pool)
 {
-    const int32_t fd = pool->notify_fd;
-    atomic_store(&pool->running, 0);
-    ns_open(pool, NULL, 0, 1); /* lets go whoever waits for the next record */
-    atomic_store(&pool->busy, 0);
+    return &pool->launches[atomic_load_explicit(&pool->current, memory_order_relaxed) % NS_MAX_LAUNCHES];
+}
+
+/* Wakes whom the launch that begins is for. */
+static void ns_wake(ns_pool *pool)
+{
+    ns_word_bump(&pool->launch);
+    if (!ns_current(pool)->held) ns_word_bump(&pool->release);
+}
+
+/* Ends the program that runs. Returns whether another has been launched, which is the current one then. */
+static int ns_finish(ns_pool *pool)
+{
+    const int32_t fd = ns_current(pool)->notify_fd;
+    int32_t last = 1;
+    int more = atomic_load(&pool->open) > 1;
+    pool->segment = 0;
+    pool->at = 0;
+    atomic_fetch_add(&pool->current, 1);
+    if (more) {
+        atomic_fetch_sub(&pool->open, 1);
+        if (!ns_current(pool)->held) ns_word_bump(&pool->release);
+    } else {
+        atomic_store(&pool->running, 0);
+        ns_open(pool, NULL, 0, 1); /* lets go whoever waits for the next record */
+        if (!atomic_compare_exchange_strong(&pool->open, &last, 0)) { /* launched just now */
+            atomic_fetch_sub(&pool->open, 1);
+            atomic_store(&pool->running, 1);
+            ns_wake(pool);
+            more = 1;
+        }
+    }
     ns_word_bump(&pool->done);
     if (fd >= 0) {
         const uint64_t one = 1;
         while (write(fd, &one, sizeof one) < 0 && errno == EINTR) continue;
     }
+    return more;
 }
 
-/* Runs what is too small to share and opens the next record that is not; none left: the program is over. */
+/* Runs what is too small to share and opens the next record that is not, of this program or the next launched. */
 static void ns_advance(ns_pool *pool, const ns_worker *worker)
 {
-    for (; pool->segment < pool->segment_count; pool->segment++, pool->at = 0) {
-        const ns_segment *segment = &pool->segments[pool->segment];
-        while (pool->at < segment->count) {
-            const ns_record *record = &segment->records[pool->at++];
-            const ns_share share = ns_share_of(record, pool->threads);
-            if (share.jobs == 0) continue;
-            if (!share.serial && pool->threads > 1) {
-                ns_open(pool, record, share.jobs, share.grain);
-                return;
+    do {
+        const ns_launch *launch = ns_current(pool);
+        for (; pool->segment < launch->count; pool->segment++, pool->at = 0) {
+            const ns_segment *segment = &launch->segments[pool->segment];
+            while (pool->at < segment->count) {
+                const ns_record *record = &segment->records[pool->at++];
+                const ns_share share = ns_share_of(record, pool->threads);
+                if (share.jobs == 0) continue;
+                if (!share.serial && pool->threads > 1) {
+                    ns_open(pool, record, share.jobs, share.grain);
+                    return;
+                }
+                ns_kernel_table[record->head.op](record, worker, 0, share.jobs);
             }
-            ns_kernel_table[record->head.op](record, worker, 0, share.jobs);
         }
-    }
-    ns_finish(pool);
+    } while (ns_finish(pool));
 }
 
-/* Takes and runs jobs until the program is over. */
-static void ns_serve(ns_pool *pool, const ns_worker *worker)
+/* Takes and runs jobs until no program is left; the last thread until one begins that it is held back from. */
+static void ns_serve(ns_pool *pool, const ns_worker *worker, int last)
 {
+    const uint32_t joined = atomic_load(&pool->current);
     uint64_t ticket = atomic_load_explicit(&pool->ticket, memory_order_acquire);
     for (;;) {
+        if (last && atomic_load_explicit(&pool->current, memory_order_relaxed) != joined) return;
         const uint32_t turn = (uint32_t)(ticket >> 32);
         const int64_t jobs = (int64_t)(uint32_t)ticket;
         if (jobs == 0) {
@@ -132,19 +179,21 @@ static void *ns_thread(void *argument)
 {
     ns_seat *seat = argument;
     ns_pool *pool = seat->pool;
+    const int last = pool->threads > 1 && seat->worker.index == pool->threads - 1;
+    ns_word *word = last ? &pool->release : &pool->launch;
     uint32_t seen = 0;
     ns_default_rounding();
     for (;;) {
-        ns_word_wait(&pool->launch, seen, 0);
-        seen = ns_word_get(&pool->launch);
+        ns_word_wait(word, seen, 0);
+        seen = ns_word_get(word);
         if (atomic_load(&pool->stop)) return NULL;
-        ns_serve(pool, &seat->worker);
+        ns_serve(pool, &seat->worker, last);
     }
 }
 
 int ns_pool_reserve(ns_pool *pool, int64_t scratch_bytes)
 {
-    if (atomic_load(&pool->busy)) return -EBUSY;
+    if (atomic_load(&pool->open)) return -EBUSY;
     for (int32_t i = 0; i < pool->threads; i++) {
         ns_worker *worker = &pool->seats[i].worker;
         if (worker->scratch_bytes >= (size_t)scratch_bytes) continue;
@@ -162,6 +211,7 @@ static void ns_pool_end(ns_pool *pool, int32_t running)
 {
     atomic_store(&pool->stop, 1);
     ns_word_bump(&pool->launch);
+    ns_word_bump(&pool->release);
     for (int32_t i = 0; i < running; i++) pthread_join(pool->seats[i].thread, NULL);
     for (int32_t i = 0; pool->seats && i < pool->threads; i++) free(pool->seats[i].worker.scratch);
     free(pool->seats);
@@ -178,6 +228,7 @@ int ns_pool_new(int32_t threads, ns_pool **out)
     pool->seats = calloc((size_t)threads, sizeof *pool->seats);
     pool->threads = threads;
     ns_word_init(&pool->launch);
+    ns_word_init(&pool->release);
     ns_word_init(&pool->turn);
     ns_word_init(&pool->done);
     int32_t running = 0;
@@ -202,27 +253,29 @@ void ns_pool_free(ns_pool *pool)
     ns_pool_end(pool, pool->threads);
 }
 
-int ns_pool_launch(ns_pool *pool, const ns_segment *segments, int32_t count, int32_t notify_fd)
+int ns_pool_launch(ns_pool *pool, const ns_segment *segments, int32_t count, int32_t notify_fd, int32_t held)
 {
-    int32_t idle = 0;
     if (count < 1 || count > NS_MAX_SEGMENTS) return -EINVAL;
-    if (!atomic_compare_exchange_strong(&pool->busy, &idle, 1)) return -EBUSY;
-    memcpy(pool->segments, segments, (size_t)count * sizeof *segments);
-    pool->segment_count = count;
-    pool->segment = 0;
-    pool->at = 0;
-    pool->notify_fd = notify_fd;
+    if (atomic_load(&pool->open) == NS_MAX_LAUNCHES) return -EBUSY;
+    ns_launch *launch = &pool->launches[pool->launched++ % NS_MAX_LAUNCHES];
+    memcpy(launch->segments, segments, (size_t)count * sizeof *segments);
+    launch->count = count;
+    launch->notify_fd = notify_fd;
+    launch->held = held;
+    if (atomic_fetch_add(&pool->open, 1)) return 0; /* who ends the one before begins this one */
     atomic_store(&pool->running, 1);
     ns_open(pool, NULL, 1, 1);
-    ns_word_bump(&pool->launch);
+    ns_wake(pool);
     return 0;
 }
+
+void ns_pool_release(ns_pool *pool) { ns_word_bump(&pool->release); }
 
 int ns_pool_wait(ns_pool *pool)
 {
     for (;;) {
         const uint32_t done = ns_word_get(&pool->done);
-        if (!atomic_load(&pool->busy)) return 0;
+        if (!atomic_load(&pool->open)) return 0;
         ns_word_wait(&pool->done, done, 0);
     }
 }

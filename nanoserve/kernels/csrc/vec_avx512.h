@@ -1,4 +1,4 @@
-/* 16 lanes on AVX-512 with VNNI and BF16. See vec.h for what each name means. */
+/* 16 lanes on AVX-512 with VNNI, and with BF16 where the CPU has it. See vec.h for what each name means. */
 #include <immintrin.h>
 
 typedef __m512 vf;
@@ -62,7 +62,20 @@ NS_INLINE vf vf_load_bf16(const uint16_t *p)
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }
 
+#if defined(NS_ISA_AVX512_BF16)
 NS_INLINE void vf_store_bf16(uint16_t *p, vf x) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(x)); }
+#else
+/* Nearest even, NaN kept quiet. */
+NS_INLINE void vf_store_bf16(uint16_t *p, vf x)
+{
+    __m512i bits = _mm512_castps_si512(x);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+#endif
 
 NS_INLINE vi vi_zero(void) { return _mm512_setzero_si512(); }
 NS_INLINE vi vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
@@ -74,10 +87,20 @@ NS_INLINE vw vw_high(vw x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _m
 NS_INLINE vi vi_dot4(vi acc, vw w, int32_t x) { return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x)); }
 NS_INLINE vi vi_dot8(vi acc, vw w, int32_t x) { return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x)); }
 
+#if defined(NS_ISA_AVX512_BF16)
 NS_INLINE vf vf_dot_bf16(vf acc, vw w, uint32_t pair)
 {
     return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32((int32_t)pair));
 }
+#else
+NS_INLINE vf vf_dot_bf16(vf acc, vw w, uint32_t pair)
+{
+    __m512 first = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
+    __m512 second = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int32_t)0xffff0000u)));
+    acc = _mm512_fmadd_ps(first, _mm512_castsi512_ps(_mm512_set1_epi32((int32_t)(pair << 16))), acc);
+    return _mm512_fmadd_ps(second, _mm512_castsi512_ps(_mm512_set1_epi32((int32_t)(pair & 0xffff0000u))), acc);
+}
+#endif
 
 NS_INLINE vw vw_and(vw x, uint32_t mask) { return _mm512_and_si512(x, _mm512_set1_epi32((int32_t)mask)); }
 NS_INLINE void ns_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
