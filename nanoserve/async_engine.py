@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("nanoserve")
 TICK_SECONDS = 0.1
 IDLE_TICK_SECONDS = 1.0
+HANDLER_TURNS = 3
+"""Turns of the loop in which the handlers that were told something write it to their clients."""
 STUCK_SECONDS = 120.0
 """A step that runs longer than this makes the engine unready; no shape of a supported model takes so long."""
 
@@ -349,6 +351,9 @@ class AsyncEngine:
                 # The compute threads are not Python's: no hop to another thread, and none to compete for the GIL.
                 started = engine.start(plan, completion.write_fd)
                 outputs.deliver(undelivered)
+                for _ in range(HANDLER_TURNS):
+                    await asyncio.sleep(0)
+                engine.release()
                 await completion.wait()
                 outcome = engine.finish_step(started)
             else:

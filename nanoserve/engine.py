@@ -72,6 +72,10 @@ class Engine:
     def finish_step(self, started: Any) -> StepOutcome:
         return self.runner.finish(started)
 
+    def release(self) -> None:
+        """Let a started step have the core that was left to its caller."""
+        self.runner.release()
+
     def settle(self) -> None:
         """Return once no started step runs."""
         if self.starts:

@@ -40,10 +40,14 @@ class StartingBackend(Protocol):
     """A backend whose replays run on threads of its own."""
 
     def start(self, replays: Sequence[Callable[[], T]], notify_fd: int) -> None:
-        """Start them, in order, and return; 8 bytes are written to `notify_fd` at the end."""
+        """Start them, in order, once what was started before is over, and return; 8 bytes are written to `notify_fd` at
+        the end. Until `release` a core may be left to the caller."""
+
+    def release(self) -> None:
+        """The caller has done what it had to: every core may be used."""
 
     def outputs(self, replays: Sequence[Callable[[], T]]) -> list[T]:
-        """What each left behind, once they are over."""
+        """Where each leaves its results."""
 
     def wait(self) -> None:
         """Return once nothing runs."""
@@ -122,21 +126,31 @@ class GraphSet(Generic[T]):
         self._count_step(keys, plan)
         return results
 
-    @property
-    def starts(self) -> bool:
-        """Whether the backend runs beside its caller: `start_step` and `finish_step`."""
-        return isinstance(self.backend, StartingBackend)
-
-    def start_step(self, keys: Sequence[GraphKey], notify_fd: int) -> None:
-        """Start what `replay_step` runs, and return; `notify_fd` is written to at its end."""
+    def start_step(
+        self,
+        keys: Sequence[GraphKey],
+        notify_fd: int,
+        *,
+        before: Sequence[Callable[[], Any]] = (),
+        after: Sequence[Callable[[], Any]] = (),
+    ) -> None:
+        """Start what `replay_step` runs, and recordings around it, and return; `notify_fd` is written to at the end."""
         assert isinstance(self.backend, StartingBackend), f"the backend {self.backend.name} runs in its caller"
-        self.backend.start([self._entries[key].replay for key in keys], notify_fd)
+        self.backend.start([*before, *(self._entries[key].replay for key in keys), *after], notify_fd)
 
-    def finish_step(self, keys: Sequence[GraphKey], plan: PagedPlan) -> list[T]:
-        """What a started step that is over left behind."""
-        assert isinstance(self.backend, StartingBackend), f"the backend {self.backend.name} runs in its caller"
+    def finish_step(self, keys: Sequence[GraphKey], plan: PagedPlan) -> None:
+        """A started step is over."""
         self._count_step(keys, plan)
-        return self.backend.outputs([self._entries[key].replay for key in keys])
+
+    def output(self, key: GraphKey) -> T:
+        """Where the graph of `key` leaves its results."""
+        assert isinstance(self.backend, StartingBackend), f"the backend {self.backend.name} runs in its caller"
+        return self.backend.outputs([self._entries[key].replay])[0]
+
+    def release(self) -> None:
+        """Let a started step have the core that was left to its caller."""
+        if isinstance(self.backend, StartingBackend):
+            self.backend.release()
 
     def settle(self) -> None:
         """Return once nothing that was started runs."""

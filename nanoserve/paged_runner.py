@@ -8,7 +8,7 @@ graphs recorded before, prefill included. Runs on the engine thread, as `runner.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -23,6 +23,7 @@ from nanoserve.history import HistoryTable
 from nanoserve.inputs import RowSampling, StepInputs
 from nanoserve.models.decoder import Decoder
 from nanoserve.ops import Ops
+from nanoserve.relay import Relay
 from nanoserve.sequence import Sequence, StepPlan
 from nanoserve.slots import SlotTable
 from nanoserve.step import (
@@ -39,7 +40,7 @@ from nanoserve.step import (
 @dataclass(frozen=True, slots=True)
 class StartedStep:
     """A step whose numbers are written. `hit` if its graphs, the body's first, were recorded before; times in seconds
-    of the runner's clock."""
+    of the runner's clock; `moved` is where its tokens will be, if it chooses any and runs beside its caller."""
 
     plan: PagedPlan
     keys: list[GraphKey]
@@ -47,10 +48,12 @@ class StartedStep:
     hit: bool
     started_at: float
     replayed_at: float
+    moved: StepOutput | None = None
 
 
 class PagedRunner:
     """hidden  `[max_step_rows, hidden_size]` in the activations' dtype: where a body leaves what a head reads
+    relay     for a backend that runs beside its caller
 
     strict    a step whose shape has no graph raises GateError instead of recording one
     paranoid  run every gate on every step
@@ -68,6 +71,7 @@ class PagedRunner:
         *,
         shapes: PagedShapes,
         graphs: GraphSet[StepOutput],
+        relay: Relay | None = None,
         strict: bool = False,
         paranoid: bool = False,
         clock: Callable[[], float] = perf_counter,
@@ -81,12 +85,14 @@ class PagedRunner:
         self._ops = ops
         self._inputs = inputs
         self._hidden = hidden
+        self._relay = relay
         self._strict = strict
         self._paranoid = paranoid
         self._clock = clock
         self._table_address = slots.address
         self._addresses = self._bound_addresses()
         self._pad_row = inputs.last_tokens.shape[0] - 1
+        self._last_end = 0.0
 
     # --- a step --------------------------------------------------------------------------------------------
 
@@ -94,29 +100,43 @@ class PagedRunner:
     def run(self, plan: StepPlan) -> StepOutcome:
         """Run `plan`; returns when its tokens are on the host."""
         step = self._prepare(plan)
-        return self._conclude(step, self.graphs.replay_step(step.keys, step.plan))
+        outputs = self.graphs.replay_step(step.keys, step.plan)
+        return self._conclude(step, outputs[1] if step.plan.head_rows else None)
 
     @property
     def starts(self) -> bool:
         """Whether the backend can run a step beside its caller (`start` and `finish`)."""
-        return self.graphs.starts
+        return self._relay is not None
 
-    @torch.inference_mode()
-    def start(self, plan: StepPlan, notify_fd: int) -> StartedStep:
-        """Start `plan` and return; `notify_fd` is written to when it is over, which is when `finish` may be called."""
-        step = self._prepare(plan)
-        self.graphs.start_step(step.keys, notify_fd)
-        return step
+    def start(self, plan: StepPlan, notify_fd: int, *, ahead: bool = False) -> StartedStep:
+        """Start `plan` and return; `notify_fd` is written to when it is over, which is when `finish` may be called.
+        `ahead`: the step before still runs, and this one begins at its end. Such a plan swaps nothing, and clears no
+        table row that the other reads."""
+        assert self._relay is not None, "start() with a backend that runs in its caller"
+        step = self._prepare(plan, ahead=ahead)
+        before = [self._relay.arrival] if ahead else []
+        if not step.plan.head_rows:
+            self.graphs.start_step(step.keys, notify_fd, before=before)
+            return step
+        head = step.keys[1]
+        departure, moved = self._relay.departure(head, self.graphs.output(head))
+        self.graphs.start_step(step.keys, notify_fd, before=before, after=[departure])
+        return replace(step, moved=moved)
 
-    @torch.inference_mode()
     def finish(self, step: StartedStep) -> StepOutcome:
-        return self._conclude(step, self.graphs.finish_step(step.keys, step.plan))
+        """The outcome of a started step that is over; the one after it may be running."""
+        self.graphs.finish_step(step.keys, step.plan)
+        return self._conclude(step, step.moved)
+
+    def release(self) -> None:
+        """Let a started step have the core that was left to its caller."""
+        self.graphs.release()
 
     def settle(self) -> None:
         """Return once no started step runs."""
         self.graphs.settle()
 
-    def _prepare(self, plan: StepPlan) -> StartedStep:
+    def _prepare(self, plan: StepPlan, *, ahead: bool = False) -> StartedStep:
         """Edit the table rows and write the step's numbers; afterwards every graph it takes exists."""
         started = self._clock()
         edit_table_rows(plan, self.slots, self.history, self._inputs.last_tokens)
@@ -132,18 +152,21 @@ class PagedRunner:
         padded = plan_step(rows, self.shapes, sink_slot=self.slots.sink_slot, pad_row=self._pad_row)
         keys = self._keys(padded)
         missing = [key for key in keys if key not in self.graphs]
+        if missing and ahead:
+            self.settle()  # a recording writes the numbers that the step before reads
         for key in missing:
             self._capture_late(key)
-        self._write(padded, [row_sampling(sequence) for sequence in sequences])
+        self._write(padded, [row_sampling(sequence) for sequence in sequences], ahead)
         return StartedStep(padded, keys, sequences, not missing, started, self._clock())
 
-    def _conclude(self, step: StartedStep, outputs: list[StepOutput]) -> StepOutcome:
-        """Take the tokens of a step that is over."""
-        now = self._clock()
-        self.graphs.add_seconds(step.keys[0], now - step.replayed_at)
-        new = new_tokens(step.sequences, outputs[1]) if step.plan.head_rows else []
+    def _conclude(self, step: StartedStep, output: StepOutput | None) -> StepOutcome:
+        """Take the tokens of a step that is over. One that was started ahead began when the one before it ended."""
+        now, began = self._clock(), max(step.started_at, self._last_end)
+        self._last_end = now
+        self.graphs.add_seconds(step.keys[0], now - max(step.replayed_at, began))
+        new = new_tokens(step.sequences, output) if output is not None else []
         return StepOutcome(
-            tuple(new), step.keys[0], True, step.hit, step.plan.pad_rows, now - step.started_at, chunks_replayed=True
+            tuple(new), step.keys[0], True, step.hit, step.plan.pad_rows, now - began, chunks_replayed=True
         )
 
     def _capture_late(self, key: GraphKey) -> None:
@@ -151,16 +174,16 @@ class PagedRunner:
             raise GateError(f"no graph is recorded for {key} and --strict-shapes allows no recording now")
         self.capture(key, "cold")
 
-    def _write(self, plan: PagedPlan, sampling: list[RowSampling]) -> None:
-        self._inputs.write_step(plan, sampling)
+    def _write(self, plan: PagedPlan, sampling: list[RowSampling], ahead: bool) -> None:
+        self._inputs.write_step(plan, sampling, ahead=ahead)
         if self._paranoid:
-            self._check(plan)
+            self._check(plan, ahead=ahead)
 
-    def _check(self, plan: PagedPlan) -> None:
+    def _check(self, plan: PagedPlan, *, ahead: bool = False) -> None:
         """The preconditions of recording and replaying, the same for real and warm plans."""
         check_paged_pad_inert(plan, self.slots.sink_slot, self._pad_row)
         check_table_stable(self._table_address, self.slots)
-        check_paged_addressing(plan, self._inputs.window(plan.rows), self.slots)
+        check_paged_addressing(plan, self._inputs.window(plan.rows, ahead=ahead), self.slots)
         check_addresses_stable(self._addresses, self._bound_addresses())
 
     def _bound_addresses(self) -> tuple[int, ...]:

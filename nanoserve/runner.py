@@ -109,11 +109,14 @@ class Runner:
 
     starts = False
 
-    def start(self, plan: StepPlan, notify_fd: int) -> Any:
+    def start(self, plan: StepPlan, notify_fd: int, *, ahead: bool = False) -> Any:
         raise TypeError("a rectangle step runs in its caller")
 
     def finish(self, step: Any) -> StepOutcome:
         raise TypeError("a rectangle step runs in its caller")
+
+    def release(self) -> None:
+        """Nothing runs beside its caller."""
 
     def settle(self) -> None:
         """Nothing runs beside its caller."""

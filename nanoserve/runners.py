@@ -19,6 +19,7 @@ from nanoserve.models.load import LoadedModel
 from nanoserve.ops import KVKernels, Ops, WeightMaker
 from nanoserve.paged_runner import PagedRunner
 from nanoserve.probe import cores
+from nanoserve.relay import Relay
 from nanoserve.runner import Runner
 from nanoserve.slots import SlotTable
 
@@ -106,7 +107,8 @@ def native_runner(parts: Parts, library: NativeLibrary) -> PagedRunner:
         live_logit_rows=inputs.real_logit_rows,
         head_dim=model.head_dim,
     )
-    return _paged(parts, ops, ops, inputs, NativeBackend(pool, ops), torch.float32)
+    backend = NativeBackend(pool, ops)
+    return _paged(parts, ops, ops, inputs, backend, torch.float32, Relay(ops.copy, backend, inputs))
 
 
 def native_weights() -> WeightMaker:
@@ -116,7 +118,13 @@ def native_weights() -> WeightMaker:
 
 
 def _paged(
-    parts: Parts, ops: Ops, kernels: KVKernels, inputs: StepInputs, backend: GraphBackend, activations: torch.dtype
+    parts: Parts,
+    ops: Ops,
+    kernels: KVKernels,
+    inputs: StepInputs,
+    backend: GraphBackend,
+    activations: torch.dtype,
+    relay: Relay | None = None,
 ) -> PagedRunner:
     config = parts.choices.config
     cache = parts.cache(kernels)
@@ -131,6 +139,7 @@ def _paged(
         parts.last_tokens.new_zeros((parts.max_step_rows + NEVER_REAL, hidden_size), dtype=activations),
         shapes=PagedShapes.build(max_step_rows=parts.max_step_rows, max_logit_rows=config.sequences),
         graphs=GraphSet(backend, read="paged"),
+        relay=relay,
         strict=config.strict_shapes,
         paranoid=config.paranoid,
     )

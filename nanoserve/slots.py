@@ -7,6 +7,7 @@ between replays, and `to`, which reallocates, must never run once a window has b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,11 @@ class SlotTable:
         """The same memory as a NumPy array, where the CPU can write it: a tenth of what a tensor's assignment takes."""
         return self._table.numpy() if self._table.device.type == "cpu" else None
 
+    @property
+    def _best(self) -> Any:
+        """What to assign to where both would do."""
+        return self._table if self._host is None else self._host
+
     def write(self, row: int, start: int, slots: Sequence[int]) -> None:
         """Assign the slots of positions start … start + len(slots) - 1 of a table row."""
         if self._host is not None:
@@ -52,11 +58,11 @@ class SlotTable:
         self._table[row, start : start + len(slots)] = torch.tensor(slots, dtype=torch.int64, device=self.device)
 
     def clear(self, row: int) -> None:
-        self._table[row].fill_(self.sink_slot)
+        self._best[row] = self.sink_slot
 
     def swap(self, a: int, b: int) -> None:
         """Exchange two table rows (row compaction)."""
-        self._table[[a, b]] = self._table[[b, a]]
+        self._best[[a, b]] = self._best[[b, a]]
 
     def read(self, rows: Sequence[int], *, pad_rows: int = 0, width: int) -> Tensor:
         """The window `[len(rows) + pad_rows, width]` on the table: a view, never a copy.

@@ -70,10 +70,14 @@ class StepRunner(Protocol):
     def starts(self) -> bool:
         """Whether steps can run beside their caller."""
 
-    def start(self, plan: StepPlan, notify_fd: int) -> Any:
-        """Start `plan` and return what `finish` takes once `notify_fd` has been written to."""
+    def start(self, plan: StepPlan, notify_fd: int, *, ahead: bool = False) -> Any:
+        """Start `plan` and return what `finish` takes once `notify_fd` has been written to. `ahead`: the step before
+        still runs, and this one begins at its end."""
 
     def finish(self, step: Any) -> StepOutcome: ...
+
+    def release(self) -> None:
+        """Let a started step have the core that was left to its caller."""
 
     def settle(self) -> None:
         """Return once no started step runs."""

@@ -25,6 +25,7 @@ RANKS: list[list[str]] = [
     ["nanoserve.engine"],
     ["nanoserve.paged_runner"],
     ["nanoserve.runner"],
+    ["nanoserve.relay"],
     ["nanoserve.step"],
     ["nanoserve.scheduler"],
     ["nanoserve.sequence"],

@@ -86,7 +86,7 @@ def kept_tokens(row: Row) -> dict[int, float]:
 
 def support_of(row: Row, draws: int = 400) -> set[int]:
     """The tokens that many seeds choose."""
-    return set(sample([replace(row, sampling=replace(row.sampling, seed=seed)) for seed in range(draws)]))
+    return set(sample([replace(row, sampling=row.sampling._replace(seed=seed)) for seed in range(draws)]))
 
 
 # --- randomness -----------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_token_is_where_the_uniform_number_falls_among_what_the_filters_keep(row
     either side of it."""
     (token,) = sample([row])
     kept = kept_tokens(row)
-    borders = kept_tokens(replace(row, sampling=replace(row.sampling, top_p=min(1.0, row.sampling.top_p + 1e-5))))
+    borders = kept_tokens(replace(row, sampling=row.sampling._replace(top_p=min(1.0, row.sampling.top_p + 1e-5))))
     assert token in kept or token in borders
     if token not in kept or kept.keys() != borders.keys():
         return
@@ -237,7 +237,7 @@ def test_choice_is_greedy_when_a_parameter_leaves_one_token(sampling: RowSamplin
 def test_top_k_drops_nothing_when_it_is_off_or_holds_the_vocabulary(top_k: int, other: dict[str, Any]) -> None:
     base = RowSampling(5.0, **other)
     for seed in range(50):
-        off, on = replace(base, seed=seed), replace(base, seed=seed, top_k=top_k)
+        off, on = base._replace(seed=seed), base._replace(seed=seed, top_k=top_k)
         assert sample([Row(random_logits(4), on)]) == sample([Row(random_logits(4), off)])
 
 

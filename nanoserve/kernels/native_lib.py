@@ -40,6 +40,7 @@ class Op(IntEnum):
     ADJUST = 11
     LOGPROBS = 12
     APPEND = 13
+    COPY = 14
 
 
 class Kind(IntEnum):
@@ -194,12 +195,16 @@ class AppendRecord(_Struct):
     ]
 
 
+class CopyRecord(_Struct):
+    _fields_ = [("head", Head), *_pointers("source", "target"), ("bytes", c_int64)]
+
+
 class Record(ctypes.Union):
     _fields_: ClassVar[Sequence[Any]] = [
         ("head", Head), ("plan", PlanRecord), ("embed", EmbedRecord), ("norm", NormRecord), ("quant", QuantRecord),
         ("linear", LinearRecord), ("gate", GateRecord), ("rope", RopeRecord), ("attention", AttentionRecord),
         ("gather", GatherRecord), ("sample", SampleRecord), ("remember", RememberRecord), ("adjust", AdjustRecord),
-        ("logprobs", LogprobsRecord), ("append", AppendRecord),
+        ("logprobs", LogprobsRecord), ("append", AppendRecord), ("copy", CopyRecord),
     ]  # fmt: skip
 
 
@@ -219,7 +224,7 @@ OP_OF: Mapping[type[_Struct], Op] = {
     PlanRecord: Op.PLAN, EmbedRecord: Op.EMBED, NormRecord: Op.NORM, QuantRecord: Op.QUANT, LinearRecord: Op.LINEAR,
     GateRecord: Op.GATE, RopeRecord: Op.ROPE, AttentionRecord: Op.ATTENTION, GatherRecord: Op.GATHER,
     SampleRecord: Op.SAMPLE, RememberRecord: Op.REMEMBER, AdjustRecord: Op.ADJUST, LogprobsRecord: Op.LOGPROBS,
-    AppendRecord: Op.APPEND,
+    AppendRecord: Op.APPEND, CopyRecord: Op.COPY,
 }  # fmt: skip
 
 LAYOUT: tuple[int, ...] = (
@@ -295,7 +300,7 @@ class Pool:
         """Start the programs, one after the other, once the launch before, if one runs, is over; at their end 8 bytes go
         to `notify_fd`, if there is one. `held` leaves the last of several threads out until `release`.
 
-        Returns at once. Inputs must stay as they are until the end. Raises RuntimeError while two launches are under way.
+        Returns at once. Inputs must stay as they are until the end. Raises RuntimeError while two launches are open.
         """
         segments = launch.segments
         _check(self.library.quick.ns_pool_launch(self._handle, segments, len(segments), notify_fd, held), "a launch")

@@ -232,6 +232,14 @@ class Recorder:
         value.record.out = self._at(place)
         value.reads += 1
 
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """All bytes of one contiguous tensor into another, whatever is real."""
+        record = lib.CopyRecord(source=self._at(source), target=self._at(target), bytes=source.nbytes)
+        assert source.is_contiguous(), "a copy of scattered bytes"
+        assert target.is_contiguous(), "a copy to scattered bytes"
+        assert source.nbytes == target.nbytes, "a copy of another size"
+        self._append(record, 1, None)
+
     # --- records and values ---------------------------------------------------------------------------------------
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:

@@ -16,6 +16,7 @@ const ns_kernel ns_kernel_table[NS_OP_COUNT] = {
     [NS_OP_ADJUST] = ns_run_adjust,
     [NS_OP_LOGPROBS] = ns_run_logprobs,
     [NS_OP_APPEND] = ns_run_append,
+    [NS_OP_COPY] = ns_run_copy,
 };
 
 #if defined(NS_ISA_AVX512_BF16)
@@ -55,7 +56,7 @@ int64_t ns_layout(int32_t index)
         sizeof(ns_record), sizeof(ns_plan_rec), sizeof(ns_embed_rec), sizeof(ns_norm_rec), sizeof(ns_quant_rec),
         sizeof(ns_linear_rec), sizeof(ns_gate_rec), sizeof(ns_rope_rec), sizeof(ns_attention_rec),
         sizeof(ns_gather_rec), sizeof(ns_sample_rec), sizeof(ns_remember_rec), sizeof(ns_adjust_rec),
-        sizeof(ns_logprobs_rec), sizeof(ns_append_rec), sizeof(ns_matrix), sizeof(ns_qgroup), sizeof(ns_plan),
+        sizeof(ns_logprobs_rec), sizeof(ns_append_rec), sizeof(ns_copy_rec), sizeof(ns_matrix), sizeof(ns_qgroup), sizeof(ns_plan),
         sizeof(ns_row_group), NS_OP_COUNT, NS_KIND_COUNT, NS_PLAN_PARTIALS, NS_SPLIT, NS_MAX_TOP,
     };
     return index < 0 || index >= (int32_t)(sizeof sizes / sizeof *sizes) ? -1 : sizes[index];

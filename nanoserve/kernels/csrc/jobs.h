@@ -40,6 +40,7 @@ static inline ns_share ns_share_of(const ns_record *record, int32_t threads)
     case NS_OP_SAMPLE: return ns_rows_share(rows, record->sample.vocab, threads);
     case NS_OP_REMEMBER:
     case NS_OP_APPEND: return (ns_share){rows, rows, 1};
+    case NS_OP_COPY: return (ns_share){1, 1, 1};
     case NS_OP_ADJUST: return ns_rows_share(rows, record->adjust.vocab, threads);
     case NS_OP_LOGPROBS: return ns_rows_share(rows, record->logprobs.vocab, threads);
     case NS_OP_LINEAR: return ns_linear_share(&record->linear, rows, threads);

@@ -97,3 +97,11 @@ void ns_run_remember(const ns_record *record, const ns_worker *worker, int64_t b
     for (int64_t row = begin; row < end; row++)
         r->last_tokens[r->table_rows[r->index ? r->index[row] : row]] = r->tokens[row];
 }
+
+void ns_run_copy(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end)
+{
+    (void)worker;
+    (void)begin;
+    (void)end;
+    memcpy(record->copy.to, record->copy.from, (size_t)record->copy.bytes);
+}

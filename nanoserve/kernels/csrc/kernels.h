@@ -39,6 +39,7 @@ void ns_run_remember(const ns_record *record, const ns_worker *worker, int64_t b
 void ns_run_adjust(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end);
 void ns_run_logprobs(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end);
 void ns_run_append(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end);
+void ns_run_copy(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end);
 
 /* How attention is shared out: made by NS_OP_PLAN for every layer of a step. A split task is one NS_SPLIT of keys of a
  * group; without a split a task is a whole group. `partial` is where a group's partial results start, in partials. */

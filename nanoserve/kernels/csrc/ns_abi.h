@@ -35,6 +35,7 @@ typedef enum {
     NS_OP_ADJUST,
     NS_OP_LOGPROBS,
     NS_OP_APPEND,
+    NS_OP_COPY,
     NS_OP_COUNT,
 } ns_op;
 
@@ -295,6 +296,14 @@ typedef struct {
     int64_t tokens_ld;
 } ns_append_rec;
 
+/* Moves a step's numbers in, or its results out, between two steps. */
+typedef struct {
+    ns_head head;
+    const void *from;
+    void *to;
+    int64_t bytes;
+} ns_copy_rec;
+
 typedef union {
     ns_head head;
     ns_plan_rec plan;
@@ -311,6 +320,7 @@ typedef union {
     ns_adjust_rec adjust;
     ns_logprobs_rec logprobs;
     ns_append_rec append;
+    ns_copy_rec copy;
 } ns_record;
 
 /* Programs that run one after the other in one launch. */

@@ -193,10 +193,10 @@ static void *ns_thread(void *argument)
 
 int ns_pool_reserve(ns_pool *pool, int64_t scratch_bytes)
 {
-    if (atomic_load(&pool->open)) return -EBUSY;
     for (int32_t i = 0; i < pool->threads; i++) {
         ns_worker *worker = &pool->seats[i].worker;
         if (worker->scratch_bytes >= (size_t)scratch_bytes) continue;
+        if (atomic_load(&pool->open)) return -EBUSY;
         void *larger = NULL;
         if (posix_memalign(&larger, NS_LINE, (size_t)scratch_bytes)) return -ENOMEM;
         free(worker->scratch);
