@@ -147,8 +147,8 @@ class StepInputs:
 
 
 def _writer(part: Tensor) -> Callable[[Any, npt.NDArray[Any]], None]:
-    """Writes `values` to the first columns of the fields named: through NumPy where the CPU holds the memory, in a tenth
-    of the time a tensor's assignment takes."""
+    """Writes `values` to the first columns of the fields named: through NumPy where the CPU holds the memory, which is
+    ten times as fast as a tensor's assignment."""
     host = part.numpy() if part.device.type == "cpu" else None
 
     def write(fields: Any, values: npt.NDArray[Any]) -> None:

@@ -297,7 +297,7 @@ class Pool:
         _check(self.library.slow.ns_pool_reserve(self._handle, scratch_bytes), f"{scratch_bytes:,} bytes of scratch")
 
     def launch(self, launch: Launch, notify_fd: int = -1, *, held: bool = False) -> None:
-        """Start the programs, one after the other, once the launch before, if one runs, is over; at their end 8 bytes go
+        """Start the programs, one after the other, once the launch before, if one runs, is over. At the end 8 bytes go
         to `notify_fd`, if there is one. `held` leaves the last of several threads out until `release`.
 
         Returns at once. Inputs must stay as they are until the end. Raises RuntimeError while two launches are open.
