@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import get_args
 
@@ -99,9 +100,14 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     add("--picture", type=Path, metavar="FILE.svg", help="draw the result")
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """Numbers in range and outputs that can be written, before anything is measured. Raises ConfigError."""
+def check_flags(args: argparse.Namespace, *, may_be_zero: Collection[str] = ()) -> None:
+    """Numbers in range and outputs that can be written, before anything is measured. Raises ConfigError.
+
+    may_be_zero  names of whole numbers that need not be at least 1
+    """
     for name, value in vars(args).items():
+        if name in may_be_zero and value == 0:
+            continue
         for each in value if isinstance(value, list) else [value]:
             _check_number(name, each)
     generated = getattr(args, "generated", [])
