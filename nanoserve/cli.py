@@ -193,9 +193,10 @@ def run_dry(args: argparse.Namespace) -> int:
 
 def run_simulate(args: argparse.Namespace) -> int:
     """Costs, a load, sizes in; tables out."""
+    from nanoserve.bench import while_read
     from nanoserve.simulate.command import run
 
-    return run(args)
+    return while_read(lambda: run(args))
 
 
 def run_chat(args: argparse.Namespace) -> int:

@@ -28,14 +28,15 @@ from nanoserve.simulate.fit import Fit, Sample, fit_costs, fit_line
 from nanoserve.simulate.forms import Former, PagedFormer, RectangleFormer
 from nanoserve.simulate.live import serve_live
 from nanoserve.simulate.result import percentiles
-from nanoserve.simulate.steps import HandMadeStep, chunk_sizes, grid, time_step
+from nanoserve.simulate.steps import PASSES, HandMadeStep, chunk_sizes, grid, time_steps
 from nanoserve.simulate.trace import Lengths, Mix
 from nanoserve.source import resolve
 
 CONTEXTS = (64, 256, 1024)
 FILL = 0.01
 """What the K/V pool is filled with: pages that were never written to are no memory, and cost nothing to read."""
-HOST_PROMPT, HOST_OUTPUT, HOST_ROUNDS = 32, 64, 2
+HOST_TOKENS, HOST_ROUNDS = 96, 2
+"""Of a request whose steps show what the event loop adds, a third of them its prompt's; requests of each stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,28 +90,28 @@ def measure_steps(prepared: Prepared, ladders: Ladders, read: Read) -> tuple[lis
     """Every step of the grid, and what it comes to as forwards."""
     config, former = prepared.choices.config, _former(prepared, read)
     steps = ladders.steps(rectangle=read == "rectangle")
-    samples = []
-    for step in tqdm(steps, desc="measuring steps", unit="step", file=sys.stderr, disable=not sys.stderr.isatty()):
-        sizes = {"block_size": config.block_size, "max_sequences": config.sequences}
-        seconds = time_step(prepared.engine, step, **sizes)
-        samples.append(Sample(former.form(step.plan(**sizes)[1]).works, seconds))
-    return steps, samples
+    sizes = {"block_size": config.block_size, "max_sequences": config.sequences}
+    total, quiet = PASSES * len(steps), not sys.stderr.isatty()
+    with tqdm(total=total, desc="measuring steps", unit="step", file=sys.stderr, disable=quiet) as bar:
+        seconds = time_steps(prepared.engine, steps, **sizes, passed=bar.update)
+    works = [former.form(step.plan(**sizes)[1]).works for step in steps]
+    return steps, [Sample(each, taken) for each, taken in zip(works, seconds, strict=True)]
 
 
 def measure_host(
     prepared: Prepared, metrics: Metrics, costs: Costs, rows: tuple[int, ...]
 ) -> list[tuple[int, float, float]]:
     """(streams, median gap, what of it no step accounts for), for a few numbers of streams."""
-
     booted = Booted(prepared.engine, prepared.intake, prepared.choices.kernels, {})
+    tokens = min(HOST_TOKENS, prepared.pool.max_model_len)
+    prompt, output = tokens // 3, tokens - tokens // 3
     found = []
     for streams in sorted({1, rows[len(rows) // 2], rows[-1]}):
-        mix = Mix(streams * HOST_ROUNDS, Lengths.parse(str(HOST_PROMPT)), Lengths.parse(str(HOST_OUTPUT)))
+        mix = Mix(streams * HOST_ROUNDS, Lengths.parse(str(prompt)), Lengths.parse(str(output)))
         load = mix.closed(streams)
         done = serve_live(lambda report: booted, metrics, load, vocab_size=prepared.model.vocab_size)
         gap = percentiles(done.gaps)["p50"] or 0.0
-        context = HOST_PROMPT + HOST_OUTPUT // 2
-        step = costs.compute_seconds(Work(streams, streams, streams * context, 0))
+        step = costs.compute_seconds(Work(streams, streams, streams * (prompt + output // 2), 0))
         found.append((streams, gap, gap - step))
     return found
 
@@ -194,7 +195,7 @@ def _steps_table(steps: list[HandMadeStep], samples: list[Sample], fit: Fit) -> 
         Column("seconds", "step", milliseconds),
         Column("error", "fit off by", lambda value: f"{value:+.1%}"),
     )
-    return Table("steps", "Steps", "medians of repeats; errors of the fit", columns, records)
+    return Table("steps", "Steps", f"medians of {PASSES} passes; errors of the fit", columns, records)
 
 
 def _host_table(host: list[tuple[int, float, float]], costs: Costs) -> Table:

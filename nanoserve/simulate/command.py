@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if args.validate:
         from nanoserve.simulate.live import validate
 
-        tables.append(validate(args, pairs))
+        tables.append(validate(args, costs.read, pairs))
     picture = (args.picture, draw(heading, runs)) if args.picture else None
     publish("simulate", heading, tables, summary, csv_folder=args.csv, picture=picture)
     return 0

@@ -17,6 +17,9 @@ DESCRIPTION = (
 )
 
 
+FORMS = "N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA[:MOST]"
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     default = EngineConfig()
     add = parser.add_argument_group("costs of a step (one of the two)").add_argument
@@ -27,8 +30,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--rate", type=float, nargs="+", metavar="R", help="open loop: Poisson arrivals a second")
     add("--trace", type=Path, metavar="FILE", help="open loop: a recorded trace, one JSON object a line")
     add("--requests", type=int, default=1000, metavar="N", help="synthetic requests in all")
-    add("--prompt-tokens", type=lengths, default=lengths("100"), metavar="DIST", help=f"{FORMS} (default: 100)")
-    add("--output-tokens", type=lengths, default=lengths("128"), metavar="DIST", help="likewise (default: 128)")
+    add("--prompt-tokens", type=lengths, default="100", metavar="DIST", help=FORMS)
+    add("--output-tokens", type=lengths, default="128", metavar="DIST", help="likewise")
     add("--prefix-tokens", type=int, default=0, metavar="N", help="tokens that prompts begin with alike, in addition")
     add("--prefix-share", type=float, default=1.0, metavar="S", help="share of the requests that begin so")
     add("--seed", type=int, default=0, help="of lengths and arrivals")
@@ -59,9 +62,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--picture", type=Path, metavar="FILE.svg", help="draw the result")
     add("--save-trace", type=Path, metavar="FILE", help="write the synthetic requests as a trace")
     add("--save-warm-list", type=Path, metavar="FILE", help="write the shapes for `nanoserve serve --warm-list`")
-
-
-FORMS = "N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA[:MOST]"
 
 
 def lengths(text: str) -> Lengths:

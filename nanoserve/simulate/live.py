@@ -22,6 +22,7 @@ from nanoserve.errors import ClientError, ConfigError, StartupError, Unavailable
 from nanoserve.metrics import Metrics
 from nanoserve.models.config import load_config
 from nanoserve.request import Request, SamplingParams, TokenPrompt
+from nanoserve.simulate.costs import Read
 from nanoserve.simulate.report import Run
 from nanoserve.simulate.result import percentiles
 from nanoserve.simulate.trace import Ask, Load
@@ -122,11 +123,11 @@ FIGURES: tuple[tuple[str, str, Callable[[Measured], float | None]], ...] = (
 )
 
 
-def validate(args: argparse.Namespace, pairs: list[tuple[Run, Load]]) -> Table:
+def validate(args: argparse.Namespace, read: Read, pairs: list[tuple[Run, Load]]) -> Table:
     """Serve each load on a real engine of the same sizes; simulated beside measured."""
     records: list[Record] = []
     for run, load in pairs:
-        done = _live_run(args, run, load)
+        done = _live_run(args, read, run, load)
         simulated = run.record()
         for key, figure, measure in FIGURES:
             records.append(_compare(run, figure, simulated[key], measure(done)))
@@ -161,7 +162,7 @@ def _number(value: float) -> str:
     return f"{value:,.1f}"
 
 
-def _live_run(args: argparse.Namespace, run: Run, load: Load) -> Measured:
+def _live_run(args: argparse.Namespace, read: Read, run: Run, load: Load) -> Measured:
     model = load_config(resolve(args.model))
     sizes = run.sizes
     token_bytes = model.kv_bytes_per_token(4 if args.kernels == "reference" else 2)
@@ -169,6 +170,7 @@ def _live_run(args: argparse.Namespace, run: Run, load: Load) -> Measured:
         model=args.model,
         kernels=args.kernels,
         threads=args.threads,
+        attention_read=read,
         max_model_len=sizes.longest(load),
         max_sequences=sizes.max_sequences,
         block_size=sizes.block_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from statistics import median
@@ -15,8 +16,9 @@ from nanoserve.sequence import ChunkPlan, Sequence, StepPlan
 
 TOKEN = 5
 """Every prompt is this token: what a step computes does not depend on which."""
-FEWEST_REPEATS, MOST_REPEATS, ENOUGH_SECONDS = 3, 15, 0.5
-"""A figure is the median of as many runs as take half a second, within these bounds."""
+PASSES = 5
+FEWEST_REPEATS, MOST_REPEATS, ENOUGH_SECONDS = 1, 5, 0.1
+"""A figure is the median over the passes of the median of as many runs as take a tenth of a second, within bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +103,30 @@ class _Places:
         return sequence, tuple(sequence.table.slots(0, tokens))
 
 
-def time_step(engine: Engine, step: HandMadeStep, *, block_size: int, max_sequences: int) -> float:
-    """Median seconds, from the plan to its tokens on the host; the first run, which also records, is not counted."""
-    first, again = step.plan(block_size, max_sequences)
-    engine.runner.run(first)
-    taken: list[float] = []
-    while len(taken) < FEWEST_REPEATS or (len(taken) < MOST_REPEATS and sum(taken) < ENOUGH_SECONDS):
-        taken.append(_seconds(engine, again))
-    return median(taken)
+def time_steps(
+    engine: Engine,
+    steps: SequenceOf[HandMadeStep],
+    *,
+    block_size: int,
+    max_sequences: int,
+    passed: Callable[[], object],
+) -> list[float]:
+    """Median seconds of each, from the plan to its tokens on the host; `passed` is called after each visit to a step.
+
+    All of them are visited in turn, several times: what else the machine does for a while then meets every step once
+    rather than one step every time. The run that brings a step's context into the slot table is not counted.
+    """
+    plans = [step.plan(block_size, max_sequences) for step in steps]
+    taken: list[list[float]] = [[] for _ in steps]
+    for _ in range(PASSES):
+        for (before, plan), seconds in zip(plans, taken, strict=True):
+            engine.runner.run(before)
+            visit = [_seconds(engine, plan)]
+            while len(visit) < MOST_REPEATS and (len(visit) < FEWEST_REPEATS or sum(visit) < ENOUGH_SECONDS):
+                visit.append(_seconds(engine, plan))
+            seconds.append(median(visit))
+            passed()
+    return [median(seconds) for seconds in taken]
 
 
 def _seconds(engine: Engine, plan: StepPlan) -> float:

@@ -50,6 +50,7 @@ def test_tables_csv_picture_and_warm_list_say_the_same(tmp_path: Path, capsys: p
 
 def test_lists_are_swept_in_every_combination(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = ["--rate", "5", "50", "--max-sequences", "2", "8", "--kv-blocks", "6", "60", "--prefill-tokens", "16"]
+    sweep += ["--output-tokens", "30"]
     _, result = run(capsys, *HAND, *SMALL, *sweep, "--picture", tmp_path / "sweep.svg")
     keys = [(record["load"], record["max_sequences"], record["kv_blocks"]) for record in result["runs"]]
     assert keys == [(load, rows, blocks) for load in ("5/s", "50/s") for rows in (2, 8) for blocks in (6, 60)]
@@ -84,7 +85,7 @@ def test_simulation_needs_no_torch() -> None:
         ([*HAND, "--streams", "2", "--rate", "3"], "--streams and --rate given"),
         ([*HAND, "--rate", "0"], "--rate is 0.0; it must be above 0"),
         ([*HAND, "--streams", "0"], "--streams is 0; it must be at least 1"),
-        ([*HAND, "--streams", "2", "--seed", "-1"], "--seed is -1; it must be at least 1"),
+        ([*HAND, "--streams", "2", "--seed", "-1"], "--seed is -1; it must be at least 0"),
         ([*HAND, "--streams", "2", "--prefix-share", "2"], "--prefix-share is 2.0; it must be from 0 to 1"),
         ([*HAND, "--streams", "2", "--kv-blocks", "1"], "the shortest request has 228 tokens; 16 fit"),
         ([*HAND, "--trace", "none.jsonl"], "--trace none.jsonl cannot be read"),

