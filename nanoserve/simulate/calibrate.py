@@ -11,8 +11,6 @@ import sys
 from dataclasses import dataclass, replace
 from statistics import median
 
-from tqdm import tqdm
-
 from nanoserve import __version__
 from nanoserve.bench.client import settled_heap
 from nanoserve.bench.tables import Column, Record, Table, milliseconds, publish, thousands
@@ -28,7 +26,7 @@ from nanoserve.simulate.fit import Fit, Sample, fit_costs, fit_line
 from nanoserve.simulate.forms import Former, PagedFormer, RectangleFormer
 from nanoserve.simulate.live import serve_live
 from nanoserve.simulate.result import percentiles
-from nanoserve.simulate.steps import PASSES, HandMadeStep, chunk_sizes, grid, time_steps
+from nanoserve.simulate.steps import HandMadeStep, chunk_sizes, grid, time_steps
 from nanoserve.simulate.trace import Lengths, Mix
 from nanoserve.source import resolve
 
@@ -71,7 +69,7 @@ def calibrate(args: argparse.Namespace) -> int:
     prepared.engine.runner.cache.poison(FILL)
     read: Read = "rectangle" if prepared.choices.config.attention_read == "rectangle" else "paged"
     with settled_heap():
-        steps, samples = measure_steps(prepared, ladders, read)
+        steps, samples = measure_steps(prepared, ladders, read, args.calibrate_seconds)
         fit = fit_costs(samples, body_rows=ladders.body, head_rows=ladders.rows)
         costs = _costs(args, prepared, read, fit)
         host = measure_host(prepared, metrics, costs, ladders.rows)
@@ -86,16 +84,17 @@ def calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure_steps(prepared: Prepared, ladders: Ladders, read: Read) -> tuple[list[HandMadeStep], list[Sample]]:
-    """Every step of the grid, and what it comes to as forwards."""
+def measure_steps(
+    prepared: Prepared, ladders: Ladders, read: Read, seconds: float
+) -> tuple[list[HandMadeStep], list[Sample]]:
+    """Every step of the grid, and what it comes to as forwards, in about `seconds`."""
     config, former = prepared.choices.config, _former(prepared, read)
     steps = ladders.steps(rectangle=read == "rectangle")
     sizes = {"block_size": config.block_size, "max_sequences": config.sequences}
-    total, quiet = PASSES * len(steps), not sys.stderr.isatty()
-    with tqdm(total=total, desc="measuring steps", unit="step", file=sys.stderr, disable=quiet) as bar:
-        seconds = time_steps(prepared.engine, steps, **sizes, passed=bar.update)
+    print(f"measuring {len(steps)} steps for about {seconds:g} s …", file=sys.stderr)
+    medians = time_steps(prepared.engine, steps, **sizes, budget_seconds=seconds)
     works = [former.form(step.plan(**sizes)[1]).works for step in steps]
-    return steps, [Sample(each, taken) for each, taken in zip(works, seconds, strict=True)]
+    return steps, [Sample(each, taken) for each, taken in zip(works, medians, strict=True)]
 
 
 def measure_host(
@@ -195,7 +194,7 @@ def _steps_table(steps: list[HandMadeStep], samples: list[Sample], fit: Fit) -> 
         Column("seconds", "step", milliseconds),
         Column("error", "fit off by", lambda value: f"{value:+.1%}"),
     )
-    return Table("steps", "Steps", f"medians of {PASSES} passes; errors of the fit", columns, records)
+    return Table("steps", "Steps", "medians of passes over all of them; errors of the fit", columns, records)
 
 
 def _host_table(host: list[tuple[int, float, float]], costs: Costs) -> Table:

@@ -53,6 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--width-multiple", type=int, default=default.width_multiple, help="of the rectangle read's widths")
     add = parser.add_argument_group("a real engine on this machine").add_argument
     add("--calibrate", action="store_true", help="measure its step costs and write them to --costs")
+    add("--calibrate-seconds", type=float, default=60.0, metavar="S", help="of timing steps")
     add("--validate", action="store_true", help="serve the load on it too, in real time, and compare")
     add("--model", default=default.model, help="folder, .gguf file, hub id or short name")
     add("--kernels", default=default.kernels, choices=get_args(Kernels), help="what computes")

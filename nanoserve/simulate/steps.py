@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from statistics import median
@@ -16,9 +15,9 @@ from nanoserve.sequence import ChunkPlan, Sequence, StepPlan
 
 TOKEN = 5
 """Every prompt is this token: what a step computes does not depend on which."""
-PASSES = 5
-FEWEST_REPEATS, MOST_REPEATS, ENOUGH_SECONDS = 1, 5, 0.1
-"""A figure is the median over the passes of the median of as many runs as take a tenth of a second, within bounds."""
+FEWEST_PASSES = 2
+MOST_REPEATS, ENOUGH_SECONDS = 5, 0.05
+"""A figure is the median over the passes of the median of as many runs as take a twentieth of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,28 +103,25 @@ class _Places:
 
 
 def time_steps(
-    engine: Engine,
-    steps: SequenceOf[HandMadeStep],
-    *,
-    block_size: int,
-    max_sequences: int,
-    passed: Callable[[], object],
+    engine: Engine, steps: SequenceOf[HandMadeStep], *, block_size: int, max_sequences: int, budget_seconds: float
 ) -> list[float]:
-    """Median seconds of each, from the plan to its tokens on the host; `passed` is called after each visit to a step.
+    """Median seconds of each, from the plan to its tokens on the host.
 
-    All of them are visited in turn, several times: what else the machine does for a while then meets every step once
-    rather than one step every time. The run that brings a step's context into the slot table is not counted.
+    All of them are visited in turn, as often as `budget_seconds` allow: what else the machine does for a while then
+    meets every step once rather than one step every time. The run that brings a step's context into the slot table, and
+    records its graphs where they are missing, is not counted.
     """
     plans = [step.plan(block_size, max_sequences) for step in steps]
     taken: list[list[float]] = [[] for _ in steps]
-    for _ in range(PASSES):
+    started, passes = perf_counter(), 0
+    while passes < FEWEST_PASSES or (passes + 1) / passes * (perf_counter() - started) < budget_seconds:
         for (before, plan), seconds in zip(plans, taken, strict=True):
             engine.runner.run(before)
             visit = [_seconds(engine, plan)]
-            while len(visit) < MOST_REPEATS and (len(visit) < FEWEST_REPEATS or sum(visit) < ENOUGH_SECONDS):
+            while len(visit) < MOST_REPEATS and sum(visit) < ENOUGH_SECONDS:
                 visit.append(_seconds(engine, plan))
             seconds.append(median(visit))
-            passed()
+        passes += 1
     return [median(seconds) for seconds in taken]
 
 

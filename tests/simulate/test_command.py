@@ -38,7 +38,7 @@ def test_tables_csv_picture_and_warm_list_say_the_same(tmp_path: Path, capsys: p
     (record,) = result["runs"]
     assert record["tokens_per_second"] > 0
     assert sum(shape["steps"] for shape in result["shapes"]) == sum(
-        int(row["steps"]) for row in csv.DictReader((tmp_path / "simulate-shapes.csv").open())
+        int(row["steps"]) for row in csv.DictReader((tmp_path / "simulate-shapes.csv").read_text().splitlines())
     )
     assert result["warm"][-1]["covered"] == pytest.approx(1.0)
     replays = load_warm_list(warm)
@@ -119,7 +119,7 @@ def test_costs_of_a_real_engine_are_measured_and_its_answers_compared(
     engine = ["--model", folder, "--kernels", "reference", "--threads", "1", "--costs", costs, "--max-model-len", "64"]
     engine += ["--max-sequences", "2", "--prefill-tokens", "16", "--width-multiple", "32"]
     try:
-        _, measured = run(capsys, "--calibrate", *engine, "--attention-read", read)
+        _, measured = run(capsys, "--calibrate", "--calibrate-seconds", "0", *engine, "--attention-read", read)
         _, compared = run(
             capsys, "--validate", *engine, "--streams", "2", "--requests", "4", "--prompt-tokens", "20",
             "--output-tokens", "8",

@@ -170,7 +170,7 @@ def test_requests_that_never_fit_are_counted_and_a_stream_goes_on_without_them()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_served_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=1)
+    return write_served_model(tmp_path_factory.mktemp("tiny"))
 
 
 def edits(plan: StepPlan) -> tuple[Any, ...]:
