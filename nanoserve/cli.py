@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     from nanoserve.bench import add_bench_parser
+    from nanoserve.simulate.flags import DESCRIPTION, add_flags
 
     parser = _Parser(prog="nanoserve", description="An LLM inference engine and streaming server.")
     parser.add_argument("--version", action="version", version=f"nanoserve {__version__}")
@@ -46,6 +47,11 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--temperature", type=float, help="0 is greedy (default: the model's)")
     chat.set_defaults(run=run_chat, max_sequences=1)  # one conversation: no other row is ever decoded
     add_bench_parser(commands, formatter_class=_Formatter)
+    simulate = commands.add_parser(
+        "simulate", help="size a deployment before buying it", description=DESCRIPTION, formatter_class=_Formatter
+    )
+    add_flags(simulate)
+    simulate.set_defaults(run=run_simulate)
     return parser
 
 
@@ -183,6 +189,14 @@ def run_dry(args: argparse.Namespace) -> int:
 
     print("\n".join(describe_plan(engine_config(args), Metrics(__version__), lambda progress: None)))
     return 0
+
+
+def run_simulate(args: argparse.Namespace) -> int:
+    """Costs, a load, sizes in; tables out."""
+    from nanoserve.bench import while_read
+    from nanoserve.simulate.command import run
+
+    return while_read(lambda: run(args))
 
 
 def run_chat(args: argparse.Namespace) -> int:

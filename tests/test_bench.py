@@ -23,6 +23,7 @@ from nanoserve.bench.tables import Column, Table
 from nanoserve.bench.warm_picture import draw
 from nanoserve.bench.warm_tables import Serving, budget_table, paid_table
 from nanoserve.cli import build_parser, main
+from nanoserve.simulate.trace import load_trace
 from tests.checkout import ROOT
 from tests.server.support import wait_until
 from tests.tiny_folder import write_served_model
@@ -345,12 +346,17 @@ def test_serve_counts_every_token_of_every_stream_when_the_server_answers(
     load = ["--streams", "1", "3", "--rounds", "2", "--prompt-tokens", "5", "--generated", "12"]
     with warm_server(folder) as (server, engine):
         wait_until(lambda: engine.stage == "ready", 30)
-        out, result = bench(capsys, "serve", "--url", server.url, *load, "--csv", tmp_path / "csv")
+        output = ["--csv", tmp_path / "csv", "--save-trace", tmp_path / "trace"]
+        out, result = bench(capsys, "serve", "--url", server.url, *load, *output)
         counted = server.get("/metrics").json()["tokens"]["generated_total"]
     assert counted == (1 + 3) * 2 * 12
     assert [each["streams"] for each in result["load"]] == [1, 3]
     assert all(each["ttft_seconds"] > 0 and each["tokens_per_second"] > 0 for each in result["load"])
     assert "5 tokens in, 12 out, 2 requests a stream" in out
+    sent = load_trace(tmp_path / "trace").asks
+    assert [(ask.prompt_tokens, ask.output_tokens) for ask in sent] == [(5, 12)] * 8
+    assert sent[0].arrival_seconds == 0.0
+    assert sent[1].arrival_seconds > 0.0
     assert (tmp_path / "csv" / "serve-load.csv").read_text().startswith("streams,tokens_per_second,ttft_seconds")
 
 

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 # From the top down. A module may import from its own rank's package or from any later rank.
 RANKS: list[list[str]] = [
     ["serve", "nanoserve.cli", "nanoserve.__main__"],
+    ["nanoserve.simulate"],
     ["nanoserve.bench"],
     ["server"],
     ["nanoserve.llm"],
@@ -59,7 +60,7 @@ NO_TORCH += [
     "async_engine",
     "ops",
 ]
-NO_TORCH += ["sequence", "probe"]
+NO_TORCH += ["sequence", "probe", "simulate"]
 
 
 def rank_of(module: str) -> int:

@@ -33,14 +33,19 @@ class Measurement:
     add_flags: Callable[[argparse.ArgumentParser], None]
 
     def run(self, args: argparse.Namespace) -> int:
-        try:
-            code = int(import_module(f"{__name__}.{self.name}").run(args))
-            sys.stdout.flush()
-        except BrokenPipeError:
-            # The reader has what it wanted (`| head`). What is left in the buffer must not fail again at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 128 + 13
-        return code
+        return while_read(lambda: int(import_module(f"{__name__}.{self.name}").run(args)))
+
+
+def while_read(command: Callable[[], int]) -> int:
+    """Run a command that prints results; the exit code. A reader who has what it wanted (`| head`) ends it quietly."""
+    try:
+        code = command()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is left in the buffer must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
+    return code
 
 
 MEASUREMENTS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import get_args
 
@@ -76,6 +77,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add("--generated", type=int, default=128, metavar="N", help="tokens of each answer")
     add = parser.add_argument_group("output").add_argument
     add("--csv", type=Path, metavar="DIR", help="write the table there")
+    add("--save-trace", type=Path, metavar="FILE", help="write what was sent when, for `nanoserve simulate --trace`")
 
 
 def _add_subject_flags(parser: argparse.ArgumentParser) -> None:
@@ -99,11 +101,14 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     add("--picture", type=Path, metavar="FILE.svg", help="draw the result")
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """Numbers in range and outputs that can be written, before anything is measured. Raises ConfigError."""
+def check_flags(args: argparse.Namespace, *, may_be_zero: Collection[str] = ()) -> None:
+    """Numbers in range and outputs that can be written, before anything is measured. Raises ConfigError.
+
+    may_be_zero  names of whole numbers that need not be at least 1
+    """
     for name, value in vars(args).items():
         for each in value if isinstance(value, list) else [value]:
-            _check_number(name, each)
+            _check_number(name, each, 0 if name in may_be_zero else 1)
     generated = getattr(args, "generated", [])
     for tokens in generated if isinstance(generated, list) else [generated]:
         if tokens < 2:
@@ -116,14 +121,14 @@ def check_flags(args: argparse.Namespace) -> None:
         _make_folder(args.picture.parent, "--picture")
 
 
-def _check_number(name: str, value: object) -> None:
+def _check_number(name: str, value: object, least: int) -> None:
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
     if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
         raise ConfigError(f"{flag} is {value}; it must be a number of seconds, at least 0")
-    if isinstance(value, int) and value < 1:
-        raise ConfigError(f"{flag} is {value}; it must be at least 1")
+    if isinstance(value, int) and value < least:
+        raise ConfigError(f"{flag} is {value}; it must be at least {least}")
 
 
 def _make_folder(folder: Path, flag: str) -> None:

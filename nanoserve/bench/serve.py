@@ -13,6 +13,7 @@ import math
 import resource
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from urllib.parse import SplitResult, urlsplit
@@ -83,8 +84,28 @@ def run(args: argparse.Namespace) -> int:
         Column("client_share", "client's core", lambda value: f"{value:.0%}"),
     )
     table = Table("load", "Load", about, columns, [load.record() for load in loads])
+    if args.save_trace is not None:
+        save_trace(args.save_trace, loads, args.prompt_tokens)
     publish("serve", args.url, [table], {"url": args.url}, csv_folder=args.csv, picture=None)
     return 0
+
+
+def save_trace(path: Path, loads: list[Load], prompt_tokens: int) -> None:
+    """What was sent when, for `nanoserve simulate --trace`; loads follow one another without a pause.
+
+    Raises ConfigError if the file cannot be written."""
+    lines, offset = [], 0.0
+    for load in loads:
+        first = min(answer.sent for answer in load.answers)
+        for answer in sorted(load.answers, key=lambda answer: answer.sent):
+            arrival = offset + answer.sent - first
+            ask = {"arrival_seconds": arrival, "prompt_tokens": prompt_tokens, "output_tokens": answer.tokens}
+            lines.append(json.dumps(ask))
+        offset += load.seconds
+    try:
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--save-trace: {path} cannot be written: {error.strerror}; name another file") from error
 
 
 async def measure(url: SplitResult, args: argparse.Namespace, streams: int) -> Load:

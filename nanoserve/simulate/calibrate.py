@@ -1,0 +1,215 @@
+"""`nanoserve simulate --calibrate`: time steps of the real engine on this machine, fit, write a cost file.
+
+Two parts. The steps themselves, by hand, over a grid of shapes. Then what the event loop adds to each: the gap that
+clients of the real AsyncEngine see, less what the fitted step accounts for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, replace
+from statistics import median
+
+from nanoserve import __version__
+from nanoserve.bench.client import settled_heap
+from nanoserve.bench.tables import Column, Record, Table, milliseconds, publish, thousands
+from nanoserve.boot import Booted
+from nanoserve.buckets import row_buckets
+from nanoserve.build import Prepared, prepare
+from nanoserve.config import EngineConfig
+from nanoserve.metrics import Metrics
+from nanoserve.models.config import load_config
+from nanoserve.probe import cores
+from nanoserve.simulate.costs import Costs, Curve, Read, Work, save_costs
+from nanoserve.simulate.fit import Fit, Sample, fit_costs, fit_line
+from nanoserve.simulate.forms import Former, PagedFormer, RectangleFormer
+from nanoserve.simulate.live import serve_live
+from nanoserve.simulate.result import percentiles
+from nanoserve.simulate.steps import HandMadeStep, chunk_sizes, grid, time_steps
+from nanoserve.simulate.trace import Lengths, Mix
+from nanoserve.source import resolve
+
+CONTEXTS = (64, 256, 1024)
+FILL = 0.01
+"""What the K/V pool is filled with: pages that were never written to are no memory, and cost nothing to read."""
+HOST_TOKENS, HOST_ROUNDS = 96, 2
+"""Of a request whose steps show what the event loop adds, a third of them its prompt's; requests of each stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ladders:
+    """The grid's sizes. `body` and `head` are where the curves get their knots."""
+
+    rows: tuple[int, ...]
+    contexts: tuple[int, ...]
+    prefill_tokens: int
+
+    @property
+    def body(self) -> list[int]:
+        return sorted({*self.rows, *chunk_sizes(self.prefill_tokens)})
+
+    def steps(self, *, rectangle: bool) -> list[HandMadeStep]:
+        return grid(
+            row_ladder=self.rows,
+            contexts=self.contexts,
+            prefill_tokens=self.prefill_tokens,
+            rectangle=rectangle,
+        )
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    """Measure, write `--costs`, print how well the fit says what was measured. Raises StartupError."""
+    longest = args.max_model_len or CONTEXTS[-1]
+    contexts = tuple(sorted({min(context, longest) for context in CONTEXTS}))
+    ladders = Ladders(row_buckets(max(args.max_sequences)), contexts, max(args.prefill_tokens))
+    config = _config(args, ladders)
+    metrics = Metrics(__version__)
+    prepared = prepare(config, metrics, lambda progress: None)
+    prepared.engine.runner.cache.poison(FILL)
+    read: Read = "rectangle" if prepared.choices.config.attention_read == "rectangle" else "paged"
+    with settled_heap():
+        steps, samples = measure_steps(prepared, ladders, read, args.calibrate_seconds)
+        fit = fit_costs(samples, body_rows=ladders.body, head_rows=ladders.rows)
+        costs = _costs(args, prepared, read, fit)
+        host = measure_host(prepared, metrics, costs, ladders.rows)
+    base, row = fit_line([(streams, extra) for streams, _, extra in host])
+    costs = replace(costs, host_step=base, host_row=row)
+    save_costs(args.costs, costs)
+    tables = [_steps_table(steps, samples, fit), _host_table(host, costs)]
+    errors = [abs(error) for error in fit.errors]
+    summary: Record = {"costs": str(args.costs), **costs.measured, "fit_error_max": max(errors)}
+    heading = f"Costs of {costs.describe()}, written to {args.costs}"
+    publish("calibrate", heading, tables, summary, csv_folder=args.csv, picture=None)
+    return 0
+
+
+def measure_steps(
+    prepared: Prepared, ladders: Ladders, read: Read, seconds: float
+) -> tuple[list[HandMadeStep], list[Sample]]:
+    """Every step of the grid, and what it comes to as forwards, in about `seconds`."""
+    config, former = prepared.choices.config, _former(prepared, read)
+    steps = ladders.steps(rectangle=read == "rectangle")
+    sizes = {"block_size": config.block_size, "max_sequences": config.sequences}
+    print(f"measuring {len(steps)} steps for about {seconds:g} s …", file=sys.stderr)
+    medians = time_steps(prepared.engine, steps, **sizes, budget_seconds=seconds)
+    works = [former.form(step.plan(**sizes)[1]).works for step in steps]
+    return steps, [Sample(each, taken) for each, taken in zip(works, medians, strict=True)]
+
+
+def measure_host(
+    prepared: Prepared, metrics: Metrics, costs: Costs, rows: tuple[int, ...]
+) -> list[tuple[int, float, float]]:
+    """(streams, median gap, what of it no step accounts for), for a few numbers of streams."""
+    booted = Booted(prepared.engine, prepared.intake, prepared.choices.kernels, {})
+    tokens = min(HOST_TOKENS, prepared.pool.max_model_len)
+    prompt, output = tokens // 3, tokens - tokens // 3
+    found = []
+    for streams in sorted({1, rows[len(rows) // 2], rows[-1]}):
+        mix = Mix(streams * HOST_ROUNDS, Lengths.parse(str(prompt)), Lengths.parse(str(output)))
+        load = mix.closed(streams)
+        done = serve_live(lambda report: booted, metrics, load, vocab_size=prepared.model.vocab_size)
+        gap = percentiles(done.gaps)["p50"] or 0.0
+        step = costs.compute_seconds(Work(streams, streams, streams * (prompt + output // 2), 0))
+        found.append((streams, gap, gap - step))
+    return found
+
+
+def _former(prepared: Prepared, read: Read) -> Former:
+    config = prepared.choices.config
+    if read == "paged":
+        return PagedFormer(
+            max_sequences=config.sequences,
+            prefill_tokens=config.prefill_tokens,
+            pads_compute=prepared.choices.kernels != "native",
+        )
+    return RectangleFormer(
+        max_sequences=config.sequences,
+        max_model_len=prepared.pool.max_model_len,
+        width_multiple=config.width_multiple,
+    )
+
+
+def _config(args: argparse.Namespace, ladders: Ladders) -> EngineConfig:
+    """A pool of just what the largest step of the grid reads, since all of it is filled."""
+    longest = max(ladders.contexts[-1], ladders.contexts[-1] // 2 + ladders.prefill_tokens)
+    blocks = max(step.blocks(args.block_size) for step in ladders.steps(rectangle=False)) + 1
+    token_bytes = load_config(resolve(args.model)).kv_bytes_per_token(4 if args.kernels == "reference" else 2)
+    return EngineConfig(
+        model=args.model,
+        kernels=args.kernels,
+        threads=args.threads,
+        attention_read=args.attention_read or "auto",
+        max_model_len=longest,
+        max_sequences=ladders.rows[-1],
+        block_size=args.block_size,
+        prefill_tokens=ladders.prefill_tokens,
+        width_multiple=args.width_multiple,
+        kv_memory_bytes=blocks * args.block_size * token_bytes,
+        warmup_seconds=0.0,
+    )
+
+
+def _costs(args: argparse.Namespace, prepared: Prepared, read: Read, fit: Fit) -> Costs:
+    kernels, threads = prepared.choices.kernels, args.threads or cores()
+    errors = [abs(error) for error in fit.errors]
+    return Costs(
+        read=read,
+        pads_compute=read == "rectangle" or kernels != "native",
+        body=fit.body,
+        head=fit.head if fit.head.knots[-1][1] > 0 else Curve(),
+        decode_context=fit.decode_context,
+        chunk_context=fit.chunk_context,
+        measured={
+            "model": args.model,
+            "kernels": f"{kernels} kernels",
+            "threads": threads,
+            "nanoserve": f"nanoserve {__version__}",
+            "fit_error_median": median(errors),
+        },
+    )
+
+
+def _steps_table(steps: list[HandMadeStep], samples: list[Sample], fit: Fit) -> Table:
+    records: list[Record] = [
+        {
+            "decode_rows": len(step.decode),
+            "context": step.decode[0] if step.decode else None,
+            "chunks": len(step.chunks),
+            "chunk_tokens": step.chunks[0].tokens if step.chunks else None,
+            "chunk_start": step.chunks[0].start if step.chunks else None,
+            "logit_rows": sum(work.logit_rows for work in sample.works),
+            "seconds": sample.seconds,
+            "error": error,
+        }
+        for step, sample, error in zip(steps, samples, fit.errors, strict=True)
+    ]
+    columns = (
+        Column("decode_rows", "decode rows"),
+        Column("context", "context", thousands),
+        Column("chunks", "chunks"),
+        Column("chunk_tokens", "of tokens", thousands),
+        Column("chunk_start", "from", thousands),
+        Column("logit_rows", "heads"),
+        Column("seconds", "step", milliseconds),
+        Column("error", "fit off by", lambda value: f"{value:+.1%}"),
+    )
+    return Table("steps", "Steps", "medians of passes over all of them; errors of the fit", columns, records)
+
+
+def _host_table(host: list[tuple[int, float, float]], costs: Costs) -> Table:
+    records: list[Record] = [
+        {"streams": streams, "gap_seconds": gap, "extra_seconds": extra, "fitted_seconds": costs.host_seconds(streams)}
+        for streams, gap, extra in host
+    ]
+    columns = (
+        Column("streams", "streams"),
+        Column("gap_seconds", "gap p50", milliseconds),
+        Column("extra_seconds", "beyond the step", _fine_milliseconds),
+        Column("fitted_seconds", "fitted", _fine_milliseconds),
+    )
+    return Table("host", "The event loop's part", "clients of the engine in this process", columns, records)
+
+
+def _fine_milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f} ms"

@@ -1,0 +1,228 @@
+"""The serving loop without a device: the real Scheduler and BlockPool, and a clock that costs move. No torch.
+
+The order of events is `AsyncEngine`'s. The tokens of a step are delivered while the next one runs, and what arrives
+during a step is planned after it: what a client sends upon its last token misses the step planned in between.
+
+    plan N       host part       compute N                       plan N + 1
+    |------------|---------------|-------------------------------|----------
+                 tokens of N - 1 delivered                        arrivals since plan N are in
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+from nanoserve.blocks import BlockPool, blocks_for
+from nanoserve.errors import ConfigError
+from nanoserve.request import SamplingParams
+from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import Sequence, StepPlan
+from nanoserve.simulate.costs import Costs
+from nanoserve.simulate.forms import Form, Former, PagedFormer, RectangleFormer, kind_of
+from nanoserve.simulate.result import Result
+from nanoserve.simulate.trace import Ask, Load
+
+GREEDY = SamplingParams(temperature=0.0)
+MOST_TOKEN_IDS = 1 << 31
+Observer = Callable[[float, StepPlan], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """One deployment, in the flags of `nanoserve serve`. `kv_blocks` None is a pool that never fills."""
+
+    max_sequences: int = 32
+    kv_blocks: int | None = None
+    prefill_tokens: int = 512
+    block_size: int = 16
+    max_model_len: int | None = None
+    max_queued: int = 1024
+    width_multiple: int = 128
+
+    def blocks(self, load: Load) -> int:
+        """Blocks of the pool: with None, what every sequence needs at the longest request's length."""
+        if self.kv_blocks is not None:
+            return self.kv_blocks
+        return self.max_sequences * blocks_for(self.longest(load) + 1, self.block_size)
+
+    def longest(self, load: Load) -> int:
+        """Most tokens of one sequence: what the flag says, or what the load asks for."""
+        return self.max_model_len or max(ask.tokens for ask in load.asks)
+
+
+def simulate(sizes: Sizes, costs: Costs, load: Load, *, observe: Observer | None = None) -> Result:
+    """Serve `load` to its end. `observe` is told of every plan when it is made (seconds, plan).
+
+    Raises ConfigError if no request of the load fits.
+    """
+    return _Simulation(sizes, costs, load, observe).run()
+
+
+class _Simulation:
+    def __init__(self, sizes: Sizes, costs: Costs, load: Load, observe: Observer | None) -> None:
+        blocks = sizes.blocks(load)
+        self._load = load
+        self._costs = costs
+        self._observe = observe
+        self._max_queued = sizes.max_queued
+        self._block_size = sizes.block_size
+        self._limit = min(sizes.longest(load), blocks * sizes.block_size)
+        if not any(ask.tokens <= self._limit for ask in load.asks):
+            shortest = min(ask.tokens for ask in load.asks)
+            raise ConfigError(
+                f"the shortest request has {shortest:,} tokens; {self._limit:,} fit; raise --kv-blocks or "
+                "--max-model-len, or shorten the requests"
+            )
+        self._pool = BlockPool(blocks, sizes.block_size)
+        self._scheduler = Scheduler(self._pool, max_sequences=sizes.max_sequences, prefill_tokens=sizes.prefill_tokens)
+        self._former = _former(sizes, costs, self._limit)
+        self._arrivals = load.opening()
+        heapify(self._arrivals)
+        self._index: dict[Sequence, int] = {}
+        self._asked_at: dict[Sequence, float] = {}
+        self._told_at: dict[Sequence, float] = {}
+        self._prefilling: set[Sequence] = set()
+        self._prefixes: dict[str, list[int]] = {}
+        self._next_id = 1
+        self.result = Result(blocks=blocks, block_size=sizes.block_size)
+
+    def run(self) -> Result:
+        now = self._arrivals[0][0]
+        self.result.started = now
+        ready: list[Sequence] = []
+        while True:
+            self._arrive(now)
+            plan = self._scheduler.plan()
+            if plan is None:
+                self._deliver(ready, now)
+                ready = []
+                if not self._arrivals:
+                    break
+                assert not self._scheduler.has_work, "sequences wait, and nothing runs that could make room for them"
+                now = max(now, self._arrivals[0][0])
+                continue
+            if self._observe is not None:
+                self._observe(now, plan)
+            form = self._former.form(plan)
+            chosen = _chosen(plan)
+            launched = now + self._costs.host_seconds(len(chosen))
+            self._deliver(ready, launched)
+            ended = launched + sum([self._costs.compute_seconds(work) for work in form.works])
+            self._account(plan, form, now, ended)
+            tokens = {sequence: self._index[sequence] for sequence in chosen}
+            ready = self._scheduler.commit(tokens)
+            now = ended
+        self.result.preemptions = self._scheduler.preemptions
+        return self.result
+
+    # --- clients -------------------------------------------------------------------------------------------
+
+    def _arrive(self, now: float) -> None:
+        """Queue, or refuse, what has arrived by now."""
+        arrivals = self._arrivals
+        while arrivals and arrivals[0][0] <= now:
+            seconds, index = heappop(arrivals)
+            ask = self._load.asks[index]
+            if ask.tokens > self._limit:
+                self.result.never_fit += 1
+            elif self._scheduler.waiting >= self._max_queued:
+                self.result.refused += 1
+            else:
+                sequence = self._sequence(index, ask)
+                self._index[sequence] = index
+                self._asked_at[sequence] = seconds
+                self._scheduler.add(sequence)
+                continue
+            self._follow(index, now)
+
+    def _follow(self, index: int, now: float) -> None:
+        following = self._load.after(index, now)
+        if following is not None:
+            heappush(self._arrivals, following)
+
+    def _sequence(self, index: int, ask: Ask) -> Sequence:
+        """Prompts have ids of their own, except where they share a prefix: so only what is alike can be found alike."""
+        own = ask.prompt_tokens
+        prompt: list[int] = []
+        if ask.prefix_id is not None:
+            prefix = self._prefixes.get(ask.prefix_id, [])
+            if len(prefix) < ask.prefix_tokens:
+                prefix = self._prefixes[ask.prefix_id] = prefix + self._new_ids(ask.prefix_tokens - len(prefix))
+            prompt, own = prefix[: ask.prefix_tokens], own - ask.prefix_tokens
+        return Sequence(
+            request_id=str(index),
+            choice=0,
+            prompt_ids=prompt + self._new_ids(own),
+            params=GREEDY,
+            seed=0,
+            max_tokens=ask.output_tokens,
+            stop_token_ids=frozenset(),
+            eos_token_ids=frozenset(),
+            block_size=self._block_size,
+        )
+
+    def _new_ids(self, count: int) -> list[int]:
+        first = self._next_id if self._next_id + count < MOST_TOKEN_IDS else 1
+        self._next_id = first + count
+        return list(range(first, first + count))
+
+    def _deliver(self, taken: list[Sequence], now: float) -> None:
+        """Tell the clients of `taken` their newest token."""
+        told_at, gaps, previous, alike = self._told_at, self.result.gaps, None, 0
+        for sequence in taken:
+            last = told_at.get(sequence)
+            if last is None:
+                self.result.ttfts.append(now - self._asked_at.pop(sequence))
+            elif last == previous:
+                alike += 1
+            else:
+                if previous is not None:
+                    gaps.add(now - previous, alike)
+                previous, alike = last, 1
+            told_at[sequence] = now
+            if sequence.finish_reason is not None:
+                del told_at[sequence]
+                self.result.finished.append(self._index[sequence])
+                self._follow(self._index.pop(sequence), now)
+        if previous is not None:
+            gaps.add(now - previous, alike)
+        if taken:
+            self.result.ended = now
+            self.result.output_tokens += len(taken)
+
+    # --- steps ---------------------------------------------------------------------------------------------
+
+    def _account(self, plan: StepPlan, form: Form, now: float, ended: float) -> None:
+        result = self.result
+        result.busy_seconds += ended - now
+        result.add_step(kind_of(plan), form.keys, form.rows, form.real_rows, ended - now)
+        scheduler, start = self._scheduler, now - result.started
+        result.timeline.add(start, ended - result.started, scheduler.running, scheduler.waiting, self._pool.used_blocks)
+        for sequence, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True):
+            result.prefilled_tokens += len(chunk.token_ids)
+            # Where a prefill begins past position 0, the scheduler found the tokens before it in the pool.
+            if sequence not in self._prefilling:
+                result.cached_tokens += chunk.start
+                self._prefilling.add(sequence)
+            if chunk.last:
+                self._prefilling.discard(sequence)
+                if sequence not in self._told_at:
+                    result.prompt_tokens += sequence.prompt_tokens
+
+
+def _former(sizes: Sizes, costs: Costs, limit: int) -> Former:
+    if costs.read == "paged":
+        return PagedFormer(
+            max_sequences=sizes.max_sequences, prefill_tokens=sizes.prefill_tokens, pads_compute=costs.pads_compute
+        )
+    return RectangleFormer(max_sequences=sizes.max_sequences, max_model_len=limit, width_multiple=sizes.width_multiple)
+
+
+def _chosen(plan: StepPlan) -> list[Sequence]:
+    """The sequences that get a token in this step."""
+    chosen = list(plan.decode_sequences)
+    if plan.chunks:
+        chosen += [s for s, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True) if chunk.last]
+    return chosen

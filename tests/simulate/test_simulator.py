@@ -1,0 +1,221 @@
+"""The simulated serving loop: nothing lost, nothing twice, no time backwards, and the real engine's own plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoserve.errors import ConfigError
+from nanoserve.sequence import StepPlan
+from nanoserve.simulate.costs import Costs, Curve, costs_by_hand
+from nanoserve.simulate.forms import Former, PagedFormer, RectangleFormer
+from nanoserve.simulate.report import Run
+from nanoserve.simulate.result import Result
+from nanoserve.simulate.simulator import Sizes, simulate
+from nanoserve.simulate.trace import Ask, ClosedLoop, Lengths, Load, Mix, OpenLoop
+from tests.models.tiny import token_ids
+from tests.tiny_engine import BLOCK, TinyEngine, params_of
+from tests.tiny_engine import Ask as EngineAsk
+from tests.tiny_folder import write_served_model
+
+COSTS = costs_by_hand("3,0.5,0.001", "paged")
+HOST = replace(COSTS, host_step=0.001, host_row=0.0001)
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> Load:
+    asks = [
+        Ask(arrival, prompt, output, "p" if prefix else None, min(prefix, prompt))
+        for arrival, prompt, output, prefix in draw(
+            st.lists(
+                st.tuples(st.floats(0, 2), st.integers(1, 60), st.integers(1, 20), st.sampled_from([0, 0, 9, 17])),
+                min_size=1,
+                max_size=25,
+            )
+        )
+    ]
+    if draw(st.booleans()):
+        return ClosedLoop(asks, draw(st.integers(1, 6)))
+    return OpenLoop(sorted(asks, key=lambda ask: ask.arrival_seconds), "hypothesis")
+
+
+@st.composite
+def deployments(draw: st.DrawFn) -> Sizes:
+    """The pool holds one request of the longest kind, and from there to several."""
+    return Sizes(
+        max_sequences=draw(st.integers(1, 6)),
+        kv_blocks=draw(st.one_of(st.none(), st.integers(20, 60))),
+        prefill_tokens=draw(st.sampled_from([1, 7, 32, 64])),
+        block_size=4,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(load=loads(), sizes=deployments(), read=st.sampled_from(["paged", "rectangle"]))
+def test_every_request_ends_once_and_every_token_is_told_once(load: Load, sizes: Sizes, read: Any) -> None:
+    result = simulate(sizes, replace(HOST, read=read), load)
+    assert sorted(result.finished) == list(range(len(load.asks)))
+    assert result.output_tokens == sum(ask.output_tokens for ask in load.asks)
+    assert len(result.ttfts) == len(load.asks)
+    assert len(result.gaps) == sum(ask.output_tokens - 1 for ask in load.asks)
+    assert result.prompt_tokens == sum(ask.prompt_tokens for ask in load.asks)
+    if not result.preemptions:
+        assert result.prefilled_tokens + result.cached_tokens == result.prompt_tokens
+    assert result.prefilled_tokens + result.cached_tokens >= result.prompt_tokens
+    assert result.most_blocks <= result.blocks
+    assert result.refused == result.never_fit == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(load=loads(), sizes=deployments())
+def test_time_never_runs_backwards(load: Load, sizes: Sizes) -> None:
+    times: list[float] = []
+    result = simulate(sizes, HOST, load, observe=lambda now, plan: times.append(now))
+    assert all(before < after for before, after in pairwise(times))
+    assert len(times) == result.steps
+    assert min(result.ttfts) > 0
+    assert result.busy_seconds <= result.ended - result.started + 1e-9
+    least = result.gaps.percentiles()
+    assert least["p50"] is None or least["p50"] > 0
+    assert result.seconds >= result.busy_seconds * (1 - 1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(load=loads(), sizes=deployments())
+def test_same_load_gives_the_same_run(load: Load, sizes: Sizes) -> None:
+    def run() -> tuple[list[Any], dict[str, Any]]:
+        plans: list[Any] = []
+        result = simulate(sizes, HOST, load, observe=lambda now, plan: plans.append((now, edits(plan))))
+        return plans, Run(sizes, "x", result).record()
+
+    assert run() == run()
+
+
+@settings(max_examples=40, deadline=None)
+@given(streams=st.integers(1, 7), requests=st.integers(1, 30), sizes=deployments())
+def test_closed_loop_never_has_more_requests_than_streams(streams: int, requests: int, sizes: Sizes) -> None:
+    load = Mix(requests, Lengths.parse("uniform:1:40"), Lengths.parse("uniform:1:20")).closed(streams)
+    most = 0
+
+    def count(now: float, plan: StepPlan) -> None:
+        nonlocal most
+        most = max(most, len({*plan.decode_sequences, *plan.chunk_sequences}))
+
+    result = simulate(sizes, HOST, load, observe=count)
+    assert most <= min(streams, sizes.max_sequences)
+    for span in result.timeline.spans:
+        together = (span.running_seconds + span.waiting_seconds) / result.timeline.span_seconds
+        assert together <= streams * (1 + 1e-9)
+
+
+# --- times, by hand ------------------------------------------------------------------------------------------------
+
+
+def test_times_of_one_request_are_those_of_its_steps() -> None:
+    """A prefill of 10 rows, then two decode steps at contexts 11 and 12; a token is told when the next step is under
+    way, the last one at once."""
+    result = simulate(Sizes(), HOST, OpenLoop([Ask(5.0, 10, 3)], "one"))
+    host = 0.0011
+    prefill = (3 + 10 * 0.5 + 0.001 * 55) / 1e3
+    first, second = (3 + 0.5 + 0.001 * 11) / 1e3, (3 + 0.5 + 0.001 * 12) / 1e3
+    assert list(result.ttfts) == pytest.approx([host + prefill + host])
+    gaps = result.gaps.percentiles()
+    assert gaps["max"] == pytest.approx(first + host)
+    assert gaps["p50"] == pytest.approx(second)
+    assert result.started == 5.0
+    assert result.seconds == pytest.approx(3 * host + prefill + first + second)
+    assert result.busy_seconds == pytest.approx(result.seconds)
+
+
+def test_next_request_of_a_stream_misses_the_step_planned_before_its_last_token_was_told() -> None:
+    """Two streams, the second in the middle of an answer when the first one's ends: one step runs in between."""
+    plans: list[tuple[int, int]] = []
+    load = ClosedLoop([Ask(0, 4, 2), Ask(0, 4, 9), Ask(0, 4, 2)], 2)
+    simulate(Sizes(), COSTS, load, observe=lambda now, plan: plans.append((len(plan.decode), len(plan.chunks))))
+    assert plans[:5] == [(0, 2), (2, 0), (1, 0), (1, 1), (2, 0)]
+
+
+def test_idle_engine_starts_when_the_next_request_arrives() -> None:
+    result = simulate(Sizes(), COSTS, OpenLoop([Ask(1.0, 4, 1), Ask(9.0, 4, 1)], "two"))
+    assert result.ttfts[0] == pytest.approx(result.ttfts[1])
+    assert result.seconds == pytest.approx(8.0 + result.ttfts[0])
+    assert result.busy_seconds == pytest.approx(2 * result.ttfts[0])
+
+
+# --- what is turned away -------------------------------------------------------------------------------------------
+
+
+def test_requests_are_refused_when_the_queue_is_full_and_the_rest_are_served() -> None:
+    load = OpenLoop([Ask(0.0, 4, 4)] * 10, "burst")
+    result = simulate(Sizes(max_sequences=1, max_queued=3), COSTS, load)
+    assert (len(result.finished), result.refused) == (3, 7)
+
+
+def test_requests_that_never_fit_are_counted_and_a_stream_goes_on_without_them() -> None:
+    load = ClosedLoop([Ask(0.0, 10, 4), Ask(0.0, 100, 4), Ask(0.0, 10, 4)], 1)
+    result = simulate(Sizes(kv_blocks=2, max_sequences=1), COSTS, load)
+    assert (result.never_fit, result.finished) == (1, [0, 2])
+    with pytest.raises(ConfigError, match="the shortest request has 104 tokens; 32 fit"):
+        simulate(Sizes(kv_blocks=2), COSTS, OpenLoop([Ask(0.0, 100, 4)], "one"))
+
+
+# --- the real engine -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_served_model(tmp_path_factory.mktemp("tiny"))
+
+
+def edits(plan: StepPlan) -> tuple[Any, ...]:
+    """Everything of a plan but which tokens its chunks hold."""
+    chunks = [(c.table_row, c.start, len(c.token_ids), c.write_slots, c.last) for c in plan.chunks]
+    return (plan.clears, plan.swaps, plan.slot_writes, plan.decode, tuple(chunks))
+
+
+@pytest.mark.parametrize("read", ["paged", "rectangle"])
+def test_plans_and_shapes_are_the_real_engines_when_requests_arrive_at_the_same_steps(folder: Path, read: Any) -> None:
+    """Fourteen requests over four rows in a pool that makes them give way: step by step the same plans, and the bucket
+    and pad rows that the simulation counts are those the device had."""
+    asks = Mix(14, Lengths.parse("uniform:1:50"), Lengths.parse("uniform:1:30"), seed=2).poisson(60.0).asks
+    sizes = Sizes(max_sequences=4, kv_blocks=9, prefill_tokens=24, block_size=BLOCK, width_multiple=32)
+    sizes = replace(sizes, max_model_len=96)
+    planned: list[tuple[float, Any]] = []
+    costs = Costs(read, True, Curve(((1, 0.003), (2, 0.0032))), Curve(), 1e-7, 1e-7)
+    load = OpenLoop(asks, "poisson")
+    result = simulate(sizes, costs, load, observe=lambda now, plan: planned.append((now, edits(plan))))
+    assert result.preemptions > 0
+    fields = {"max_sequences": 4, "prefill_tokens": 24, "width_multiple": 32, "attention_read": read}
+    engine = TinyEngine(folder, blocks=9, **fields)
+    former = _former(read)
+    waiting, tallied = list(asks), Result(9, BLOCK)
+    for now, expected in planned:
+        while waiting and waiting[0].arrival_seconds <= now:
+            ask = waiting.pop(0)
+            ids = tuple(token_ids(ask.prompt_tokens, vocab_size=256, seed=len(waiting)))
+            engine.add(EngineAsk(ids, params_of(max_tokens=ask.output_tokens, logprobs=None)))
+        plan = engine.engine.plan()
+        assert plan is not None
+        assert edits(plan) == expected
+        form = former.form(plan)
+        outcome = engine.engine.launch(plan)
+        if outcome.shape is not None:
+            assert (form.rows, form.rows - form.real_rows) == (outcome.shape.rows, outcome.pad_rows)
+            assert form.keys[0][1:] == (outcome.shape.rows, outcome.shape.width)
+        tallied.add_step("decode", form.keys, form.rows, form.real_rows, 0.0)
+        engine.engine.commit(plan, outcome)
+    assert engine.engine.plan() is None
+    assert tallied.shapes == result.shapes
+    assert engine.engine.scheduler.preemptions == result.preemptions
+
+
+def _former(read: str) -> Former:
+    if read == "paged":
+        return PagedFormer(max_sequences=4, prefill_tokens=24, pads_compute=True)
+    return RectangleFormer(max_sequences=4, max_model_len=96, width_multiple=32)
