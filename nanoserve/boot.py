@@ -31,6 +31,7 @@ class Booted:
     """A finished boot.
 
     kv_pool     what was decided, JSON-ready, for /health
+    weights     what they are and how many bytes, JSON-ready, for /health
     warmup      what was decided, done and is left to do, JSON-ready, as of the call; cheap
     degraded    why the engine serves less than it promises as of the call, or None
     close       called once when the engine ends
@@ -40,6 +41,7 @@ class Booted:
     intake: Intake
     kernels: str
     kv_pool: dict[str, Any]
+    weights: Mapping[str, Any] = field(default_factory=dict)
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     warmup: Callable[[], dict[str, Any]] = dict
     degraded: Callable[[], str | None] = lambda: None

@@ -69,6 +69,14 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--model", default=default.model, help="folder, .gguf file, hub id or short name")
     add("--dtype", default=default.dtype, choices=["auto", "float32", "bfloat16", "float16"], help="of the weights")
+    formats = ["w8", "w4"]
+    add("--quantize", default=default.quantize, choices=["none", *formats], help="what float matrices become at load")
+    add(
+        "--quantize-head",
+        default=default.quantize_head,
+        choices=["auto", *formats],
+        help="what the output head becomes",
+    )
     add("--device", default=default.device, help="auto, cpu, cuda, cuda:1")
     add("--threads", type=int, help="compute threads (default: one per core)")
     add("--max-model-len", type=int, help="tokens of prompt and answer together (default: the model's)")
@@ -78,6 +86,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--block-size", type=int, default=default.block_size, help="tokens in a K/V block")
     add("--kv-memory", type=parse_bytes, dest="kv_memory_bytes", help="size of the K/V pool, such as 512M or 2G")
     add("--kv-memory-share", type=float, default=default.kv_memory_share, help="of free memory, without --kv-memory")
+    add("--prefault", action="store_true", help="touch the whole K/V pool at boot")
     add("--kernels", default=default.kernels, choices=["auto", "reference", "native"], help="what computes")
     add("--attention-read", default=default.attention_read, choices=["auto", "rectangle", "paged"], help="of K/V")
     add("--width-multiple", type=int, default=default.width_multiple, help="widths are multiples of this")
@@ -169,7 +178,7 @@ def run_serve(args: argparse.Namespace) -> int:
     def boot(report: Report) -> Booted:
         from nanoserve.build import build_engine
 
-        return build_engine(config, metrics, report)
+        return build_engine(config, metrics, report, source=source)
 
     name = server_config.served_model_name or source.name
     engine = AsyncEngine(boot, metrics, model_names=(name,), version=__version__, max_queued=config.max_queued)
