@@ -76,6 +76,8 @@ def load_model(
     maker = maker or TorchWeights(getattr(torch, config.dtype if dtype == "auto" else dtype), target)
     with _bar(source.name, weight_bytes(config, maker.dtype.itemsize), bar) as shown:
         weights = assemble(config, checkpoint, maker=maker, progress=_Report(shown, progress))
+    if source.kind == "gguf":
+        source.gguf.release()
     cos, sin = rope_tables(config.rope, config.head_dim, max_positions or config.max_position_embeddings, target)
     return LoadedModel(config, Decoder(config, weights, cos, sin), maker.dtype, weight_kinds(config, checkpoint))
 
