@@ -204,6 +204,7 @@ class AsyncEngine:
             "warmup": booted.warmup() if booted else None,
             "kernels": booted.kernels if booted else None,
             "weights": booted.weights if booted else None,
+            "boot_seconds": booted.boot_seconds if booted else None,
         }
 
     # --- admission -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nanoserve.blocks import BlockPool
-from nanoserve.boot import Booted, BootProgress, Report
+from nanoserve.boot import Booted, BootProgress, Report, Timeline
 from nanoserve.choices import Choices, check_config, choose, pick_backend, pick_dtype, pick_quantise
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Engine
@@ -65,21 +65,25 @@ def build_engine(
     *,
     bar: bool = True,
     source: ModelSource | None = None,
+    timeline: Timeline | None = None,
     ops: ReferenceOps | None = None,
     backend: GraphBackend | None = None,
 ) -> Booted:
     """Load, plan, allocate, warm. Raises StartupError for what the operator has to change.
 
     source        what the model argument was resolved to; None: resolve it
+    timeline      what the boot has taken so far; None: it begins here
     ops, backend  another kernel set, another way to record; None: what config and device ask for
     """
-    prepared = prepare(config, metrics, report, bar=bar, source=source, ops=ops, backend=backend)
+    timeline = timeline or Timeline()
+    prepared = prepare(config, metrics, report, bar=bar, source=source, timeline=timeline, ops=ops, backend=backend)
     defaults = {name: value for name, value in asdict(prepared.model.sampling).items() if value is not None}
     booted = Booted(
         engine=prepared.engine,
         intake=prepared.intake,
         kernels=prepared.choices.kernels,
         weights=prepared.weights,
+        boot_seconds=timeline.seconds,
         kv_pool=asdict(prepared.pool),
         sampling_defaults=defaults,
     )
@@ -87,6 +91,8 @@ def build_engine(
         return booted
     free = _left_free(prepared)
     ready = make_ready(prepared.engine, config, prepared.facts, free, report, bar=bar)
+    timeline.end("warm-up")
+    log.info(timeline.describe())
     return replace(booted, warmup=ready.summary, degraded=ready.degraded, close=ready.close)
 
 
@@ -110,11 +116,12 @@ def prepare(
     *,
     bar: bool = True,
     source: ModelSource | None = None,
+    timeline: Timeline | None = None,
     ops: ReferenceOps | None = None,
     backend: GraphBackend | None = None,
 ) -> Prepared:
     """Load the model, size the pool, wire the parts."""
-    started = perf_counter()
+    timeline = timeline or Timeline()
     if ops is not None or backend is not None:
         config = replace(config, kernels="reference")
     check_config(config)
@@ -122,7 +129,9 @@ def prepare(
     model = load_config(source)
     choices = choose(config, model)
     torch.set_num_threads(config.threads or cores())
+    timeline.end("kernels")
     report(BootProgress("loading"))
+    started = perf_counter()
     loaded = load_model(
         source,
         dtype=pick_dtype(config, choices.device),
@@ -133,7 +142,9 @@ def prepare(
         progress=lambda done, total: report(_loading(done, total, perf_counter() - started)),
         bar=bar,
     )
+    timeline.end("weights")
     tokenizer = load_tokenizer(source)
+    timeline.end("tokenizer")
     pool_plan = plan_pool(choices, loaded.config, loaded.dtype)
     log.info("%s kernels; %s", choices.kernels, loaded.describe())
     log.info(pool_plan.describe())
@@ -152,6 +163,7 @@ def prepare(
     # A full collection walks every object that torch and its like brought: 80 ms in the middle of somebody's stream.
     gc.collect()
     gc.freeze()
+    timeline.end("engine")
     step_bytes = loaded.decoder.weights.step_bytes
     return Prepared(engine, intake, loaded.config, pool_plan, choices, loaded.summary(), step_bytes)
 
