@@ -96,6 +96,14 @@ def test_health_gets_the_pools_plan_and_the_warm_ups_beside_it(folder: Path) -> 
     assert summary["budget_bytes"] > 0
 
 
+def test_health_gets_what_the_weights_are_and_how_long_each_stage_took(folder: Path) -> None:
+    booted, _ = build(folder)
+    assert booted.weights["layers"] == booted.weights["head"] == "F32"
+    assert booted.weights["bytes"] > 0
+    assert list(booted.boot_seconds) == ["kernels", "weights", "tokenizer", "engine", "warm-up"]
+    assert all(seconds >= 0 for seconds in booted.boot_seconds.values())
+
+
 def test_width_ceiling_is_what_the_deployment_sells_when_the_pool_holds_less_than_asked(folder: Path) -> None:
     """The shapes follow the pool's plan, which is made first."""
     per_block = 4 * 2 * 2 * 16 * 4  # block * (k, v) * kv heads * head size * fp32

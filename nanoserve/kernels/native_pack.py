@@ -158,7 +158,7 @@ def _unpack_dense(matrix: PackedMatrix) -> Tensor:
 
 def _tile_bytes(groups: Groups) -> int:
     _, count, words = groups.quants.shape
-    return (count + 1) // 2 * 2 * (words * 64 + len(groups.scales) * LANES * groups.scales[0].itemsize)
+    return int((count + 1) // 2 * 2 * (words * 64 + len(groups.scales) * LANES * groups.scales[0].itemsize))
 
 
 def _fill(out: Bytes, groups: Groups) -> None:

@@ -20,6 +20,7 @@ from nanoserve.models.quantise import Quantise, QuantisedCheckpoint
 from nanoserve.models.rope import rope_tables
 from nanoserve.models.safetensors_loader import SafetensorsCheckpoint
 from nanoserve.ops import WeightMaker
+from nanoserve.probe import give_back_freed_memory
 from nanoserve.source import ModelSource
 
 
@@ -78,6 +79,7 @@ def load_model(
         weights = assemble(config, checkpoint, maker=maker, progress=_Report(shown, progress))
     if source.kind == "gguf":
         source.gguf.release()
+    give_back_freed_memory()
     cos, sin = rope_tables(config.rope, config.head_dim, max_positions or config.max_position_embeddings, target)
     return LoadedModel(config, Decoder(config, weights, cos, sin), maker.dtype, weight_kinds(config, checkpoint))
 

@@ -53,14 +53,18 @@ def check(found: dict[str, int]) -> None:
     assert found["after"] < found["packed"] + 150 * MIB, found
 
 
-@pytest.fixture(scope="module")
-def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """537 MB of bf16."""
+def write_big(folder: Path, dtype: torch.dtype) -> Path:
+    """537 MB of 16-bit floats."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "head_dim": 64}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
-    folder = write_model(tmp_path_factory.mktemp("big"), "llama", dtype=torch.bfloat16, **sizes, **heads)
+    write_model(folder, "llama", dtype=dtype, **sizes, **heads)
     assert (folder / "model.safetensors").stat().st_size > 500e6
     return folder
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_big(tmp_path_factory.mktemp("big"), torch.bfloat16)
 
 
 @linux
@@ -80,5 +84,6 @@ def test_a_big_safetensors_folder_is_loaded_in_little_more_than_its_packed_weigh
 
 @linux
 @pytest.mark.slow
-def test_a_big_gguf_file_is_loaded_in_little_more_than_its_packed_weights(big: Path, tmp_path: Path) -> None:
-    check(loading(str(write_gguf(big, tmp_path / "big.gguf", "BF16"))))
+def test_a_big_gguf_file_is_loaded_in_little_more_than_its_packed_weights(tmp_path: Path) -> None:
+    folder = write_big(tmp_path / "hf", torch.float16)
+    check(loading(str(write_gguf(folder, tmp_path / "big.gguf", "F16"))))
