@@ -205,6 +205,8 @@ class AsyncEngine:
             "kv_pool": booted.kv_pool if booted else None,
             "warmup": booted.warmup() if booted else None,
             "kernels": booted.kernels if booted else None,
+            "weights": booted.weights if booted else None,
+            "boot_seconds": booted.boot_seconds if booted else None,
         }
 
     # --- admission -----------------------------------------------------------------------------------------

@@ -10,12 +10,13 @@ import gc
 import logging
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
+from typing import Any
 
 import torch
 
 from nanoserve.blocks import BlockPool
-from nanoserve.boot import Booted, BootProgress, Report
-from nanoserve.choices import Choices, check_config, choose, pick_backend, pick_dtype
+from nanoserve.boot import Booted, BootProgress, Report, Timeline
+from nanoserve.choices import Choices, check_config, choose, pick_backend, pick_dtype, pick_quantise
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Engine
 from nanoserve.errors import ConfigError
@@ -31,7 +32,7 @@ from nanoserve.probe import cores, free_host_bytes
 from nanoserve.readiness import ModelFacts, check_covered, describe_shapes, make_ready, memory_is_enough, price_plan
 from nanoserve.runners import Parts, native_runner, native_weights, paged_runner, rectangle_runner
 from nanoserve.scheduler import Scheduler
-from nanoserve.source import resolve
+from nanoserve.source import ModelSource, resolve
 from nanoserve.step import StepRunner
 from nanoserve.tokens import load_tokenizer
 
@@ -42,13 +43,14 @@ RECTANGLE_MODEL_LEN = 2048
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Everything but warm. `weight_bytes` is what a step reads of the weights."""
+    """Everything but warm. `weights` is what they are, JSON-ready; `weight_bytes` what a step reads of them."""
 
     engine: Engine
     intake: Intake
     model: ModelConfig
     pool: KVPoolPlan
     choices: Choices
+    weights: dict[str, Any]
     weight_bytes: int
 
     @property
@@ -62,19 +64,26 @@ def build_engine(
     report: Report,
     *,
     bar: bool = True,
+    source: ModelSource | None = None,
+    timeline: Timeline | None = None,
     ops: ReferenceOps | None = None,
     backend: GraphBackend | None = None,
 ) -> Booted:
     """Load, plan, allocate, warm. Raises StartupError for what the operator has to change.
 
+    source        what the model argument was resolved to; None: resolve it
+    timeline      what the boot has taken so far; None: it begins here
     ops, backend  another kernel set, another way to record; None: what config and device ask for
     """
-    prepared = prepare(config, metrics, report, bar=bar, ops=ops, backend=backend)
+    timeline = timeline or Timeline()
+    prepared = prepare(config, metrics, report, bar=bar, source=source, timeline=timeline, ops=ops, backend=backend)
     defaults = {name: value for name, value in asdict(prepared.model.sampling).items() if value is not None}
     booted = Booted(
         engine=prepared.engine,
         intake=prepared.intake,
         kernels=prepared.choices.kernels,
+        weights=prepared.weights,
+        boot_seconds=timeline.seconds,
         kv_pool=asdict(prepared.pool),
         sampling_defaults=defaults,
     )
@@ -82,6 +91,8 @@ def build_engine(
         return booted
     free = _left_free(prepared)
     ready = make_ready(prepared.engine, config, prepared.facts, free, report, bar=bar)
+    timeline.end("warm-up")
+    log.info(timeline.describe())
     return replace(booted, warmup=ready.summary, degraded=ready.degraded, close=ready.close)
 
 
@@ -104,33 +115,43 @@ def prepare(
     report: Report,
     *,
     bar: bool = True,
+    source: ModelSource | None = None,
+    timeline: Timeline | None = None,
     ops: ReferenceOps | None = None,
     backend: GraphBackend | None = None,
 ) -> Prepared:
     """Load the model, size the pool, wire the parts."""
-    started = perf_counter()
+    timeline = timeline or Timeline()
     if ops is not None or backend is not None:
         config = replace(config, kernels="reference")
     check_config(config)
-    source = resolve(config.model)
+    source = source or resolve(config.model)
     model = load_config(source)
     choices = choose(config, model)
     torch.set_num_threads(config.threads or cores())
+    timeline.end("kernels")
     report(BootProgress("loading"))
+    started = perf_counter()
     loaded = load_model(
         source,
         dtype=pick_dtype(config, choices.device),
         device=choices.device,
         maker=native_weights() if choices.library is not None else None,
+        quantise=pick_quantise(config),
         max_positions=wanted_model_len(choices.config, model),
         progress=lambda done, total: report(_loading(done, total, perf_counter() - started)),
         bar=bar,
     )
+    timeline.end("weights")
     tokenizer = load_tokenizer(source)
+    timeline.end("tokenizer")
     pool_plan = plan_pool(choices, loaded.config, loaded.dtype)
+    log.info("%s kernels; %s", choices.kernels, loaded.describe())
     log.info(pool_plan.describe())
     with memory_is_enough("the step buffers", "--max-sequences, --max-model-len, --prefill-tokens or --width-multiple"):
         engine = assemble(choices, loaded, pool_plan, metrics, ops=ops, backend=backend)
+        if config.prefault:
+            engine.runner.cache.prefault()
     eos = frozenset(loaded.config.eos_token_ids) | tokenizer.eos_token_ids
     intake = Intake(
         tokenizer,
@@ -142,7 +163,9 @@ def prepare(
     # A full collection walks every object that torch and its like brought: 80 ms in the middle of somebody's stream.
     gc.collect()
     gc.freeze()
-    return Prepared(engine, intake, loaded.config, pool_plan, choices, loaded.decoder.weights.step_bytes)
+    timeline.end("engine")
+    step_bytes = loaded.decoder.weights.step_bytes
+    return Prepared(engine, intake, loaded.config, pool_plan, choices, loaded.summary(), step_bytes)
 
 
 def _left_free(prepared: Prepared) -> int:

@@ -70,6 +70,10 @@ class BatchedPagedKVCache:
             self._stores[layer] = store
         return store
 
+    def prefault(self) -> None:
+        """Write every page of the pool, which is zero and must be empty still: memory that is lacking shows at boot."""
+        self.poison(0.0)
+
     @property
     def resident_layers(self) -> int:
         return sum(store is not None for store in self._stores)

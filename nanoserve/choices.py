@@ -13,6 +13,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.errors import ConfigError, KernelBuildError
 from nanoserve.graphs import GraphBackend
 from nanoserve.models.config import ModelConfig
+from nanoserve.models.quantise import Quantise
 
 if TYPE_CHECKING:
     from nanoserve.kernels.native_lib import NativeLibrary
@@ -149,6 +150,13 @@ def pick_backend(config: EngineConfig, device: torch.device) -> GraphBackend:
     if name == "cuda" and device.type == "cuda":
         return CudaBackend(device)
     raise ConfigError(f"--graph-backend {name} does not run on {device.type}; use auto")
+
+
+def pick_quantise(config: EngineConfig) -> Quantise:
+    return Quantise(
+        matrices=None if config.quantize == "none" else config.quantize,
+        head=None if config.quantize_head == "auto" else config.quantize_head,
+    )
 
 
 def pick_dtype(config: EngineConfig, device: torch.device) -> str:

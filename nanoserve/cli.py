@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from nanoserve import __version__
-from nanoserve.boot import Booted, Report
+from nanoserve.boot import Booted, Report, Timeline
 from nanoserve.config import EngineConfig
 from nanoserve.errors import ClientError, StartupError
 from nanoserve.probe import share_cores
@@ -75,6 +76,14 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--model", default=default.model, help="folder, .gguf file, hub id or short name")
     add("--dtype", default=default.dtype, choices=["auto", "float32", "bfloat16", "float16"], help="of the weights")
+    formats = ["w8", "w4"]
+    add("--quantize", default=default.quantize, choices=["none", *formats], help="what float matrices become at load")
+    add(
+        "--quantize-head",
+        default=default.quantize_head,
+        choices=["auto", *formats],
+        help="what the output head becomes",
+    )
     add("--device", default=default.device, help="auto, cpu, cuda, cuda:1")
     add("--threads", type=int, help="compute threads (default: one per core)")
     add("--max-model-len", type=int, help="tokens of prompt and answer together (default: the model's)")
@@ -84,6 +93,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--block-size", type=int, default=default.block_size, help="tokens in a K/V block")
     add("--kv-memory", type=parse_bytes, dest="kv_memory_bytes", help="size of the K/V pool, such as 512M or 2G")
     add("--kv-memory-share", type=float, default=default.kv_memory_share, help="of free memory, without --kv-memory")
+    add("--prefault", action="store_true", help="touch the whole K/V pool at boot")
     add("--kernels", default=default.kernels, choices=["auto", "reference", "native"], help="what computes")
     add("--attention-read", default=default.attention_read, choices=["auto", "rectangle", "paged"], help="of K/V")
     add("--width-multiple", type=int, default=default.width_multiple, help="widths are multiples of this")
@@ -150,6 +160,10 @@ def run_serve(args: argparse.Namespace) -> int:
     """Check what is cheap to check, bind, and serve; the engine boots behind the open port."""
     if args.dry_run:
         return run_dry(args)
+    timeline = Timeline()
+    # The imports to come make a hundred thousand objects that live for ever: looking for garbage among them again and
+    # again is a tenth of the start.
+    gc.disable()
     from nanoserve.async_engine import AsyncEngine
     from nanoserve.metrics import Metrics
     from nanoserve.source import check_source, resolve
@@ -173,9 +187,14 @@ def run_serve(args: argparse.Namespace) -> int:
     metrics = Metrics(__version__)
 
     def boot(report: Report) -> Booted:
+        timeline.end("server")
         from nanoserve.build import build_engine
 
-        return build_engine(config, metrics, report)
+        timeline.end("imports")
+        try:
+            return build_engine(config, metrics, report, source=source, timeline=timeline)
+        finally:
+            gc.enable()
 
     name = server_config.served_model_name or source.name
     engine = AsyncEngine(boot, metrics, model_names=(name,), version=__version__, max_queued=config.max_queued)

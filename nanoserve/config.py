@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 AttentionRead = Literal["auto", "rectangle", "paged"]
+Quantise = Literal["none", "w8", "w4"]
+QuantiseHead = Literal["auto", "w8", "w4"]
 Kernels = Literal["auto", "reference", "native"]
 GraphBackend = Literal["auto", "eager", "cuda"]
 
@@ -16,6 +18,8 @@ class EngineConfig:
 
     model              a folder, a .gguf file, a hub id or a short name (`source.resolve`)
     dtype              auto (fp32 on the CPU reference kernels, the checkpoint's own on an accelerator), or a name
+    quantize           none, or what float matrices become at load: w8 or w4, groups of 32 (`models.quantise`)
+    quantize_head      what the output head becomes, whatever it is stored as; auto: 8 bits where `quantize` is given
     device             auto, cpu, cuda, cuda:0 …
     max_model_len      most tokens of prompt and answer together; None: the smaller of the model's and 2,048
     max_sequences      table rows: sequences that run at once; None: 8 in the rectangle read, 32 in the paged read
@@ -24,6 +28,7 @@ class EngineConfig:
     block_size         slots per block
     width_multiple     rectangle widths are multiples of this (tokens)
     prefill_tokens     prompt tokens one step may compute (the chunk budget)
+    prefault           touch the whole K/V pool at boot; off: its memory is taken as tokens fill it
     kv_memory_bytes    size of the K/V pool; None: `kv_memory_share` of the memory that is free after the weights
     bucket_decode      pad decode batches to a closed set of shapes; off: every batch keeps its own size
     persist_inputs     write step inputs into buffers that keep their address; required by capture_decode
@@ -40,6 +45,8 @@ class EngineConfig:
 
     model: str = "smollm2-135m"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantize: Quantise = "none"
+    quantize_head: QuantiseHead = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     max_sequences: int | None = None
@@ -48,6 +55,7 @@ class EngineConfig:
     prefill_tokens: int = 512
     kv_memory_bytes: int | None = None
     kv_memory_share: float = 0.5
+    prefault: bool = False
     attention_read: AttentionRead = "auto"
     kernels: Kernels = "auto"
     graph_backend: GraphBackend = "auto"

@@ -8,6 +8,7 @@ against what is left of the file before it is believed, so a damaged file costs 
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,12 +63,19 @@ class GGUFFile:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
-    data: npt.NDArray[np.uint8]
+    mapped: mmap.mmap
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The tensor's bytes, `[nbytes]` uint8, as a read-only view of the mapped file."""
+        """The tensor's bytes, `[nbytes]` uint8, as a read-only view of the mapped file. `release` comes first, so that
+        reading tensor by tensor keeps one of them resident."""
+        self.release()
         tensor = self.tensors[name]
-        return self.data[tensor.offset : tensor.offset + tensor.nbytes]
+        return np.frombuffer(self.mapped, np.uint8, tensor.nbytes, tensor.offset)
+
+    def release(self) -> None:
+        """Give back the memory of what has been read. Views stay valid: the system reads their pages again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def read_gguf(path: str | Path) -> GGUFFile:
@@ -80,23 +88,24 @@ def read_gguf(path: str | Path) -> GGUFFile:
         size = path.stat().st_size
         if size < 24:
             raise BadCheckpoint(f"{path} is {size} bytes; a GGUF header needs at least 24: download the file again")
-        data = np.memmap(path, dtype=np.uint8, mode="r")
+        with path.open("rb") as opened:
+            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise BadCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
-    cursor = _Cursor(path, data)
+    cursor = _Cursor(path, mapped)
     tensor_count, key_count = _read_preamble(cursor)
     metadata = _read_metadata(cursor, key_count)
     infos = _read_tensor_infos(cursor, tensor_count)
     tensors = _place_tensors(cursor, infos, metadata)
-    return GGUFFile(path, metadata, tensors, data)
+    return GGUFFile(path, metadata, tensors, mapped)
 
 
 class _Cursor:
     """A position in the mapped file that cannot be moved past its end."""
 
-    def __init__(self, path: Path, data: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, path: Path, mapped: mmap.mmap) -> None:
         self.path = path
-        self.view = data.data
+        self.view = memoryview(mapped)
         self.size = len(self.view)
         self.at = 0
         self.reading = "the header"

@@ -241,6 +241,20 @@ class PagedRunner:
         history = self.history.window if key.kind == "head_full" else None
         return choose(self._ops, logits, self._inputs.sampling(key.rows), step, index, history)
 
+    # --- outside a schedule ------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def logits(self, rows: StepRows) -> Tensor:
+        """`[len(rows.logit_rows), vocab]` fp32 of a step that belongs to no sequence, valid until the next one: for
+        measurements. Whoever calls it has written the slot table, and nothing else may be running."""
+        plan = plan_step(rows, self.shapes, sink_slot=self.slots.sink_slot, pad_row=self._pad_row)
+        keys = _keys(plan)
+        for key in keys:
+            if key not in self.graphs:
+                self._capture_late(key)
+        self._write(plan, [])
+        return self.graphs.rehearse(*keys)[1].logits[: plan.real_logit_rows]
+
     # --- the padding self-test's way in (`warmup.selftest.Prober`) ---------------------------------------------
 
     @torch.inference_mode()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -28,6 +29,14 @@ def share_cores() -> None:
     (docs/LOG.md). Read once, when torch is imported: no effect after that.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def give_back_freed_memory() -> None:
+    """Return to the system what the C library keeps of freed memory, where it is glibc: after a load, a copy or two of
+    the largest layers."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _meminfo(key: str) -> int | None:

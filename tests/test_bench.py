@@ -384,3 +384,18 @@ def test_serve_quotes_the_server_when_it_refuses(tmp_path: Path, capsys: pytest.
     (line,) = capsys.readouterr().err.splitlines()
     assert "answered HTTP/1.1 400" in line
     assert "the prompt is 500 tokens; the limit is 64" in line
+
+
+@pytest.mark.slow
+def test_start_counts_from_the_command_to_the_first_token_stage_by_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_served_model(tmp_path / "model")
+    flags = ("--model", folder, "--repeats", "1", "--flags", "--device cpu --max-model-len 128 --kernels reference")
+    _, result = bench(capsys, "start", *flags)
+    seconds = {record["stage"].strip(): record["seconds"] for record in result["start"]}
+    assert list(seconds)[:3] == ["port open", "ready", "first token"]
+    assert 0 < seconds["port open"] < seconds["ready"] < seconds["first token"]
+    stages = ("server", "imports", "kernels", "weights", "tokenizer", "engine", "warm-up")
+    assert list(seconds)[3:] == list(stages)
+    assert sum(seconds[stage] for stage in stages) < seconds["ready"] + 0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,14 @@ def test_health_gets_the_pools_plan_and_the_warm_ups_beside_it(folder: Path) -> 
     assert summary["budget_bytes"] > 0
 
 
+def test_health_gets_what_the_weights_are_and_how_long_each_stage_took(folder: Path) -> None:
+    booted, _ = build(folder)
+    assert booted.weights["layers"] == booted.weights["head"] == "F32"
+    assert booted.weights["bytes"] > 0
+    assert list(booted.boot_seconds) == ["kernels", "weights", "tokenizer", "engine", "warm-up"]
+    assert all(seconds >= 0 for seconds in booted.boot_seconds.values())
+
+
 def test_width_ceiling_is_what_the_deployment_sells_when_the_pool_holds_less_than_asked(folder: Path) -> None:
     """The shapes follow the pool's plan, which is made first."""
     per_block = 4 * 2 * 2 * 16 * 4  # block * (k, v) * kv heads * head size * fp32
@@ -177,6 +186,26 @@ def test_context_defaults_to_the_models_and_no_more_than_the_rectangle_affords(f
     assert build(folder, **quiet)[0].intake.max_model_len == 512
     longer = write_served_model(tmp_path / "longer", num_hidden_layers=1, max_position_embeddings=4096)
     assert build(longer, **quiet)[0].intake.max_model_len == RECTANGLE_MODEL_LEN == 2048
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
+@pytest.mark.parametrize("kernels", ["reference", "native"])
+@pytest.mark.parametrize("prefault", [False, True])
+def test_the_pool_is_resident_at_boot_only_when_it_was_asked_for(kernels: str, prefault: bool, folder: Path) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    fields: dict[str, Any] = {"kernels": kernels, "block_size": 16, "max_model_len": 512, "max_sequences": 512}
+    before = resident()
+    prepared = prepare(
+        config_for(folder, **fields, kv_memory_bytes=48 << 20, prefault=prefault),
+        Metrics("test"),
+        lambda progress: None,
+        bar=False,
+    )
+    assert prepared.pool.pool_bytes > 24 << 20
+    taken = resident() - before
+    assert (taken > prepared.pool.pool_bytes * 0.9) is prefault, f"{taken:,} of {prepared.pool.pool_bytes:,} bytes"
 
 
 # --- the dry run -----------------------------------------------------------------------------------------------------

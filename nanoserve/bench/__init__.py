@@ -21,7 +21,14 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from nanoserve.bench.flags import add_engine_flags, add_serve_flags, add_stalls_flags, add_warm_flags
+from nanoserve.bench.flags import (
+    add_engine_flags,
+    add_quality_flags,
+    add_serve_flags,
+    add_stalls_flags,
+    add_start_flags,
+    add_warm_flags,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,8 @@ MEASUREMENTS = (
     ),
     Measurement("engine", "seconds of whole decode and prefill steps, and the bandwidth they take", add_engine_flags),
     Measurement("serve", "load over SSE on a running server: tokens/s, first token, gaps", add_serve_flags),
+    Measurement("quality", "perplexity of a text by weight format, beside the fp32 model's", add_quality_flags),
+    Measurement("start", "seconds from the command to the first token, stage by stage", add_start_flags),
     Measurement("stalls", "gaps between one client's tokens, with and without warming", add_stalls_flags),
 )
 

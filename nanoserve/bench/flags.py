@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from nanoserve.config import EngineConfig, GraphBackend, Kernels
+from nanoserve.config import EngineConfig, GraphBackend, Kernels, Quantise, QuantiseHead
 from nanoserve.errors import ConfigError
 
 
@@ -78,6 +79,53 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--csv", type=Path, metavar="DIR", help="write the table there")
     add("--save-trace", type=Path, metavar="FILE", help="write what was sent when, for `nanoserve simulate --trace`")
+
+
+def add_start_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("the server").add_argument
+    add("--model", default=EngineConfig().model, help="folder, .gguf file, hub id or short name")
+    add("--flags", default="", metavar="'FLAGS'", help="more flags of `nanoserve serve`, in one argument")
+    add("--repeats", type=int, default=5, help="starts; a figure is their median")
+    add = parser.add_argument_group("output").add_argument
+    add("--csv", type=Path, metavar="DIR", help="write the table there")
+
+
+def add_quality_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model and formats").add_argument
+    add("--model", default=EngineConfig().model, help="folder, .gguf file, hub id or short name")
+    add("--kernels", default="auto", choices=get_args(Kernels), help="what computes, beside the reference in fp32")
+    add("--threads", type=int, help="compute threads (default: one per core)")
+    add(
+        "--formats",
+        type=parse_format,
+        nargs="+",
+        default=[parse_format("stored")],
+        metavar="MATRICES[/HEAD]",
+        help="what --quantize and --quantize-head make of the weights: stored, w8, w4, stored/w4 …",
+    )
+    add = parser.add_argument_group("the text").add_argument
+    add("--text", type=Path, required=True, metavar="FILE", help="what is predicted: plain text in UTF-8")
+    add("--tokens", type=int, default=50_000, metavar="N", help="how much of it, in tokens")
+    add("--context", type=int, default=512, metavar="N", help="tokens of a window; windows know nothing of each other")
+    add = parser.add_argument_group("output").add_argument
+    add("--csv", type=Path, metavar="DIR", help="write the table there")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """The values of --quantize and --quantize-head that a measurement runs with, and how they were written."""
+
+    name: str
+    quantize: Quantise
+    quantize_head: QuantiseHead
+
+
+def parse_format(text: str) -> WeightFormat:
+    """`MATRICES[/HEAD]`. Raises ArgumentTypeError."""
+    matrices, _, head = text.partition("/")
+    if matrices not in ("stored", "w8", "w4") or head not in ("", "w8", "w4"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no format; write stored, w8 or w4, or two of them as w4/w8")
+    return WeightFormat(text, "none" if matrices == "stored" else matrices, head or "auto")  # type: ignore[arg-type]
 
 
 def _add_subject_flags(parser: argparse.ArgumentParser) -> None:

@@ -25,7 +25,7 @@ from nanoserve.errors import ConfigError
 from nanoserve.graphs import GraphBackend
 from nanoserve.memory import KVPoolPlan
 from nanoserve.metrics import Metrics
-from nanoserve.models.assembly import TorchWeights, expected_tensors
+from nanoserve.models.assembly import TorchWeights, expected_tensors, weight_kinds
 from nanoserve.models.assembly import assemble as assemble_weights
 from nanoserve.models.config import ModelConfig, RopeConfig, SamplingDefaults
 from nanoserve.models.decoder import Decoder
@@ -170,9 +170,10 @@ def tiny_model(device: torch.device, dtype: str = "float32") -> LoadedModel:
     )
     kind: torch.dtype = getattr(torch, config.dtype if dtype == "auto" else dtype)
     maker = TorchWeights(kind, device)
-    weights = assemble_weights(config, _RandomCheckpoint(config), maker=maker, progress=lambda done, total: None)
+    checkpoint = _RandomCheckpoint(config)
+    weights = assemble_weights(config, checkpoint, maker=maker, progress=lambda done, total: None)
     cos, sin = rope_tables(config.rope, config.head_dim, config.max_position_embeddings, device)
-    return LoadedModel(config, Decoder(config, weights, cos, sin), kind)
+    return LoadedModel(config, Decoder(config, weights, cos, sin), kind, weight_kinds(config, checkpoint))
 
 
 class _RandomCheckpoint:
@@ -196,6 +197,9 @@ class _RandomCheckpoint:
 
     def blocks(self, name: str) -> None:
         """They are floats."""
+
+    def kind(self, name: str) -> str:
+        return "F32"
 
 
 def _ignore(progress: BootProgress) -> None:

@@ -1,21 +1,22 @@
 """Compiles csrc/ into one shared object per instruction set, at first use, into the user's cache folder.
 
-The file's name is a digest of sources, flags, compiler and CPU, so a changed source or a home folder that moved to
-another machine builds anew. Two processes that race build twice and rename once each: whoever loads the file finds a
-whole one. No torch.
+The file's name is a digest of sources, flags, CPU and $CC, so a changed source or a home folder that moved to another
+machine builds anew, and a library that is there needs no compiler. Two processes that race build twice and rename once
+each: whoever loads the file finds a whole one. No torch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from nanoserve.errors import KernelBuildError
@@ -38,15 +39,8 @@ _NEEDS = {
     "avx512": _AVX512_NEEDS,
     "avx512_bf16": _AVX512_NEEDS | {"avx512_bf16"},
 }
+log = logging.getLogger("nanoserve")
 ISA_VARIABLE = "NANOSERVE_NATIVE_ISA"
-
-
-@dataclass(frozen=True, slots=True)
-class Compiler:
-    """`command` is absolute; `version` is its first line about itself."""
-
-    command: str
-    version: str
 
 
 def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
@@ -77,16 +71,16 @@ def pick_isa(flags: frozenset[str], wanted: str | None = None) -> str:
     return wanted
 
 
-def find_compiler(environ: Mapping[str, str] = os.environ) -> Compiler:
-    """$CC, else cc, gcc or clang from PATH. Raises KernelBuildError naming the remedy."""
+def find_compiler(environ: Mapping[str, str] = os.environ) -> str:
+    """The path of $CC, else of cc, gcc or clang in PATH. Raises KernelBuildError naming the remedy."""
     names = [environ["CC"]] if environ.get("CC") else ["cc", "gcc", "clang"]
     for name in names:
         command = shutil.which(name, path=environ.get("PATH"))
         if command is None:
             continue
-        answer = subprocess.run([command, "--version"], capture_output=True, text=True, check=False)
-        if answer.returncode == 0 and answer.stdout:
-            return Compiler(command, answer.stdout.splitlines()[0])
+        # A name proves nothing: macOS has a cc that only says how to install one.
+        if subprocess.run([command, "--version"], capture_output=True, check=False).returncode == 0:
+            return command
     raise KernelBuildError(
         f"no C compiler among {', '.join(names)}: install one (Debian, Ubuntu: apt install gcc; macOS: "
         "xcode-select --install), or point CC at it"
@@ -94,14 +88,11 @@ def find_compiler(environ: Mapping[str, str] = os.environ) -> Compiler:
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """`$XDG_CACHE_HOME/nanoserve`, else `~/.cache/nanoserve`; a private folder for temporary files without a home."""
+    """`$XDG_CACHE_HOME/nanoserve`, else `~/.cache/nanoserve`."""
     base = environ.get("XDG_CACHE_HOME")
     if base:
         return Path(base) / "nanoserve"
-    home = Path(environ.get("HOME") or Path("~").expanduser())
-    if os.access(home, os.W_OK):
-        return home / ".cache" / "nanoserve"
-    return Path(tempfile.gettempdir()) / f"nanoserve-{os.getuid()}"
+    return Path(environ.get("HOME") or Path("~").expanduser()) / ".cache" / "nanoserve"
 
 
 def source_files(folder: Path = SOURCES) -> tuple[list[Path], list[Path]]:
@@ -112,51 +103,59 @@ def source_files(folder: Path = SOURCES) -> tuple[list[Path], list[Path]]:
     return units, headers
 
 
-def library_path(isa: str, compiler: Compiler, flags: frozenset[str], folder: Path) -> Path:
+def library_name(isa: str, flags: frozenset[str], environ: Mapping[str, str]) -> str:
     digest = hashlib.sha256()
     units, headers = source_files()
     for path in (*units, *headers):
         digest.update(f"{path.name}\0".encode())
         digest.update(path.read_bytes())
-    settings = (*COMMON_FLAGS, *ISA_FLAGS[isa], compiler.version, platform.machine(), *sorted(flags))
+    settings = (*COMMON_FLAGS, *ISA_FLAGS[isa], environ.get("CC", ""), platform.machine(), *sorted(flags))
     digest.update("\0".join(settings).encode())
-    return folder / f"native-{isa}-{digest.hexdigest()[:20]}.so"
+    return f"native-{isa}-{digest.hexdigest()[:20]}.so"
 
 
-def build(isa: str, *, folder: Path | None = None, environ: Mapping[str, str] = os.environ) -> Path:
-    """The library of one instruction set, compiled if it is not there yet (seconds).
+@contextmanager
+def built(isa: str, *, folder: Path | None = None, environ: Mapping[str, str] = os.environ) -> Iterator[Path]:
+    """The library of one instruction set, to be loaded within the context; compiled if it is not there yet (seconds).
 
-    Raises KernelBuildError without a compiler, if it fails, or if the folder cannot be written.
+    Where the cache folder cannot be used, it is built in a private one that ends with the context: a loaded library
+    does not need its file. Raises KernelBuildError without a compiler, or if it fails.
     """
+    cache = folder or cache_folder(environ)
+    name = library_name(isa, cpu_flags(), environ)
+    if (cache / name).is_file():
+        yield cache / name
+        return
     compiler = find_compiler(environ)
-    target_folder = folder or cache_folder(environ)
-    target = library_path(isa, compiler, cpu_flags(), target_folder)
-    if target.is_file():
-        return target
-    try:
-        target_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".build-", dir=target_folder) as work:
-            made = _compile(compiler, isa, Path(work))
-            os.replace(made, target)
-    except OSError as error:
-        raise KernelBuildError(
-            f"{target_folder} cannot be written ({error.strerror or error}): make it writable, or set XDG_CACHE_HOME"
-        ) from error
-    return target
+    with ExitStack() as stack:
+        try:
+            cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+            work = stack.enter_context(tempfile.TemporaryDirectory(prefix=".build-", dir=cache))
+        except OSError as error:
+            log.warning(
+                "%s cannot be written (%s), so the native kernels are compiled at every start: make it writable, or "
+                "set XDG_CACHE_HOME",
+                cache,
+                error.strerror or error,
+            )
+            yield _compile(compiler, isa, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nanoserve-"))))
+            return
+        os.replace(_compile(compiler, isa, Path(work)), cache / name)
+    yield cache / name
 
 
-def _compile(compiler: Compiler, isa: str, work: Path) -> Path:
+def _compile(compiler: str, isa: str, work: Path) -> Path:
     """Every unit at once, then one link."""
     units, _ = source_files()
     flags = [*COMMON_FLAGS, *ISA_FLAGS[isa]]
     objects = [work / f"{unit.stem}.o" for unit in units]
     # The slowest first, so that two cores end together.
     order = sorted(zip(units, objects, strict=True), key=lambda pair: -pair[0].stat().st_size)
-    running = [_start([compiler.command, *flags, "-c", str(unit), "-o", str(made)]) for unit, made in order]
+    running = [_start([compiler, *flags, "-c", str(unit), "-o", str(made)]) for unit, made in order]
     _finish(running)
     library = work / "native.so"
     shared = "-dynamiclib" if sys.platform == "darwin" else "-shared"
-    _finish([_start([compiler.command, shared, "-o", str(library), *map(str, objects), "-lm", "-lpthread"])])
+    _finish([_start([compiler, shared, "-o", str(library), *map(str, objects), "-lm", "-lpthread"])])
     return library
 
 

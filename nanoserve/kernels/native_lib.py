@@ -334,4 +334,5 @@ def _check(result: int, what: str) -> None:
 def load(isa: str | None = None, folder: Path | None = None) -> NativeLibrary:
     """The library of `isa`, or of the fastest instruction set here, built first if need be. Raises KernelBuildError."""
     chosen = native_build.pick_isa(native_build.cpu_flags(), isa or os.environ.get(native_build.ISA_VARIABLE))
-    return NativeLibrary(native_build.build(chosen, folder=folder))
+    with native_build.built(chosen, folder=folder) as path:
+        return NativeLibrary(path)

@@ -22,6 +22,8 @@ Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]
 Halves = npt.NDArray[np.uint16]
 Floats = npt.NDArray[np.float32]
+PART = 1 << 20
+"""Elements that are packed at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,8 +90,17 @@ def pack_gguf(
     if type_name not in _READERS:
         raise BadCheckpoint(f"tensor type {type_name} has no native layout; supported are {', '.join(_READERS)}")
     blocks = raw.reshape(rows, -1)
-    groups = _READERS[type_name](blocks if order is None else blocks[order])
-    return PackedMatrix(groups.kind, rows, cols, _tiles(groups))
+    # A part of the rows at a time, in whole tiles: what a reader spreads out on the way is several times the result.
+    step = max(1, PART // (cols * LANES)) * LANES
+    parts = (slice(start, start + step) for start in range(0, rows, step))
+    packed: Tensor | None = None
+    for part in parts:
+        groups = _READERS[type_name](blocks[part] if order is None else blocks[order[part]])
+        if packed is None:
+            packed = torch.empty((-(-rows // LANES), _tile_bytes(groups)), dtype=torch.uint8)
+        _fill(packed.numpy()[part.start // LANES : -(-part.stop // LANES)], groups)
+    assert packed is not None, "a matrix without rows"
+    return PackedMatrix(groups.kind, rows, cols, packed)
 
 
 def pack_dense(weight: Tensor) -> PackedMatrix:
@@ -98,8 +109,10 @@ def pack_dense(weight: Tensor) -> PackedMatrix:
     kind = {torch.float32: Kind.F32, torch.float16: Kind.F16, torch.bfloat16: Kind.BF16}[weight.dtype]
     tiles = -(-rows // LANES)
     depth = cols + cols % 2 if kind is Kind.BF16 else cols
-    padded = torch.zeros((tiles * LANES, depth), dtype=weight.dtype)
-    padded[:rows, :cols] = weight
+    padded = weight
+    if (rows, cols) != (tiles * LANES, depth):
+        padded = torch.zeros((tiles * LANES, depth), dtype=weight.dtype)
+        padded[:rows, :cols] = weight
     if kind is Kind.BF16:
         packed = padded.view(tiles, LANES, depth // 2, 2).permute(0, 2, 1, 3)
     else:
@@ -143,14 +156,18 @@ def _unpack_dense(matrix: PackedMatrix) -> Tensor:
     return rows.reshape(tiles * LANES, -1)[: matrix.rows, : matrix.cols].float()
 
 
-def _tiles(groups: Groups) -> Tensor:
-    """`[tiles, bytes]` uint8: word j of 16 rows is one 64-byte vector; the scales of two groups follow their quants."""
+def _tile_bytes(groups: Groups) -> int:
+    _, count, words = groups.quants.shape
+    return int((count + 1) // 2 * 2 * (words * 64 + len(groups.scales) * LANES * groups.scales[0].itemsize))
+
+
+def _fill(out: Bytes, groups: Groups) -> None:
+    """Write `out` `[tiles, bytes]`: word j of 16 rows is one 64-byte vector; the scales of two groups follow their
+    quants."""
     rows, count, words = groups.quants.shape
     tiles, pairs, planes = -(-rows // LANES), (count + 1) // 2, len(groups.scales)
-    itemsize = groups.scales[0].itemsize
-    out = torch.empty((tiles, pairs, 2 * (words * 64 + planes * LANES * itemsize)), dtype=torch.uint8)
-    view = out.numpy()
-    # What no copy below reaches is cleared by hand: torch.zeros would cost more than the packing.
+    view = out.reshape(tiles, pairs, -1)
+    # What no copy below reaches is cleared by hand: clearing all of it would cost more than the packing.
     view[rows // LANES :] = 0
     view[:, count // 2 :] = 0
     quants = view[..., : words * 128].view(np.uint32).reshape(tiles, pairs, 2, words, LANES)
@@ -168,7 +185,6 @@ def _tiles(groups: Groups) -> Tensor:
             for index, scale in enumerate(groups.scales):
                 plane = scale[start:stop, odd::2].reshape(n, height, used)
                 scales[part, :used, odd, index, :height] = plane.transpose(0, 2, 1)
-    return out.view(tiles, -1)
 
 
 def _q4_0(blocks: Bytes) -> Groups:

@@ -8,6 +8,7 @@ model plus one weight.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -48,6 +49,9 @@ class Checkpoint(Protocol):
     def blocks(self, name: str) -> QuantisedBlocks | None:
         """The tensor's quantised blocks; None if it is stored as floats."""
 
+    def kind(self, name: str) -> str:
+        """What its numbers are, as the format names them (BF16, Q4_1), or w4 or w8 where they are quantised at load."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -65,6 +69,20 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         parts.append(_Part(HEAD, (config.vocab_size, config.hidden_size)))
     return {part.name: part.shape for part in parts}
+
+
+def weight_kinds(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, str]:
+    """What the matrices are: of the layers (the commonest first), the embedding and the head."""
+    layers = Counter(
+        checkpoint.kind(part.name)
+        for index in range(config.num_hidden_layers)
+        for stack in _layer_stacks(config, index).values()
+        for part in stack
+        if len(part.shape) == 2
+    )
+    embed = checkpoint.kind(EMBED)
+    head = checkpoint.kind(HEAD) if HEAD in checkpoint.shapes else embed
+    return {"layers": " + ".join(kind for kind, _ in layers.most_common()), "embedding": embed, "head": head}
 
 
 def weight_bytes(config: ModelConfig, itemsize: int) -> int:

@@ -105,9 +105,9 @@ class ModelConfig:
 def load_config(source: ModelSource) -> ModelConfig:
     """The model's config from config.json or the GGUF header. Raises BadCheckpoint naming file, field and value."""
     if source.kind == "gguf":
-        from nanoserve.models.gguf_config import read_gguf_config
+        from nanoserve.models.gguf_config import gguf_config
 
-        return read_gguf_config(source.path)
+        return gguf_config(source.gguf)
     from nanoserve.models.hf_config import read_hf_config
 
     return read_hf_config(source.path)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from nanoserve.errors import BadCheckpoint
-from nanoserve.gguf_file import GGUFFile, read_gguf
+from nanoserve.gguf_file import GGUFFile
 from nanoserve.models.config import DTypeName, ModelConfig, RopeConfig, RopeType, SamplingDefaults, validated
 from nanoserve.models.fields import Fields
 
@@ -30,13 +28,11 @@ _FIXED = {
 _STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
-def read_gguf_config(path: Path) -> ModelConfig:
-    """Read the header and build the config. Raises BadCheckpoint."""
-    return gguf_config(read_gguf(path))
-
-
 def gguf_config(file: GGUFFile) -> ModelConfig:
-    """The config of an open file; biases, the tied head and the vocabulary's size are read off its tensors."""
+    """The config of an open file; biases, the tied head and the vocabulary's size are read off its tensors.
+
+    Raises BadCheckpoint.
+    """
     where = str(file.path)
     general = Fields(file.metadata, where, "general.")
     name = general.text("architecture", "")

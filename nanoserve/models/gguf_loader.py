@@ -47,6 +47,7 @@ class GGUFCheckpoint:
     def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
         self._file = file
         self._stored = {_standard_name(name): name for name in file.tensors if name not in _CARRIED}
+        self._shapes = {name: file.tensors[stored].shape for name, stored in self._stored.items()}
         for name in self._stored.values():
             kind = file.tensors[name].type_name
             if kind not in SUPPORTED:
@@ -57,7 +58,7 @@ class GGUFCheckpoint:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: self._file.tensors[stored].shape for name, stored in self._stored.items()}
+        return self._shapes
 
     @property
     def where(self) -> str:
@@ -74,13 +75,16 @@ class GGUFCheckpoint:
         return values if heads is None else undo_interleave(values, heads)
 
     def blocks(self, name: str) -> QuantisedBlocks | None:
+        if self.kind(name) not in QUANTISED or len(self._shapes[name]) != 2:
+            return None
         stored = self._stored[name]
         tensor = self._file.tensors[stored]
-        if tensor.type_name not in QUANTISED or len(tensor.shape) != 2:
-            return None
         heads = self._heads_of(stored)
         order = None if heads is None else undo_interleave(torch.arange(tensor.shape[0]), heads).numpy()
         return QuantisedBlocks(self._file.raw(stored), tensor.type_name, order)
+
+    def kind(self, name: str) -> str:
+        return self._file.tensors[self._stored[name]].type_name
 
     def _heads_of(self, stored: str) -> int | None:
         """How many heads the rows of a tensor are interleaved in; None if they are in order."""

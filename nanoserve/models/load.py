@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from nanoserve.errors import ConfigError
-from nanoserve.gguf_file import read_gguf
-from nanoserve.models.assembly import Checkpoint, Progress, TorchWeights, assemble, weight_bytes
+from nanoserve.models.assembly import Checkpoint, Progress, TorchWeights, assemble, weight_bytes, weight_kinds
 from nanoserve.models.config import DTYPES, ModelConfig
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.gguf_config import gguf_config
 from nanoserve.models.gguf_loader import GGUFCheckpoint
 from nanoserve.models.hf_config import read_hf_config
+from nanoserve.models.quantise import Quantise, QuantisedCheckpoint
 from nanoserve.models.rope import rope_tables
 from nanoserve.models.safetensors_loader import SafetensorsCheckpoint
 from nanoserve.ops import WeightMaker
+from nanoserve.probe import give_back_freed_memory
 from nanoserve.source import ModelSource
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """dtype is the one activations and K/V are to have; what the weights are is the kernel set's business."""
+    """dtype is the one activations and K/V are to have; what the weights are is the kernel set's business. `kinds` is
+    what they stand for (`assembly.weight_kinds`)."""
 
     config: ModelConfig
     decoder: Decoder
     dtype: torch.dtype
+    kinds: Mapping[str, str]
+
+    def summary(self) -> dict[str, Any]:
+        """JSON-ready, for /health."""
+        return {**self.kinds, "bytes": self.decoder.weights.nbytes}
+
+    def describe(self) -> str:
+        kinds, size = self.kinds, self.decoder.weights.nbytes / 1e6
+        return (
+            f"weights: layers {kinds['layers']}, embedding {kinds['embedding']}, head {kinds['head']}; {size:,.0f} MB"
+        )
 
 
 def load_model(
@@ -37,6 +51,7 @@ def load_model(
     dtype: str = "auto",
     device: torch.device | str = "cpu",
     maker: WeightMaker | None = None,
+    quantise: Quantise | None = None,
     max_positions: int | None = None,
     progress: Progress | None = None,
     bar: bool = True,
@@ -45,6 +60,7 @@ def load_model(
 
     dtype          auto (the checkpoint's own; float32 where it is quantised), float32, bfloat16 or float16
     maker          how the kernel set wants its weights; None: plain tensors of `dtype` on `device`
+    quantise       which matrices to quantise on the way
     max_positions  length of the rope tables; None: the model's max_position_embeddings
     progress       called after every tensor with bytes done and bytes in all
 
@@ -53,21 +69,26 @@ def load_model(
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"dtype {dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
     target = torch.device(device)
-    with ExitStack() as stack:
-        checkpoint: Checkpoint
-        if source.kind == "gguf":
-            file = read_gguf(source.path)
-            config = gguf_config(file)
-            checkpoint = GGUFCheckpoint(file, config)
-        else:
-            config = read_hf_config(source.path)
-            checkpoint = stack.enter_context(SafetensorsCheckpoint(source.path))
-        maker = maker or TorchWeights(getattr(torch, config.dtype if dtype == "auto" else dtype), target)
-        total = weight_bytes(config, maker.dtype.itemsize)
-        report = _Report(stack.enter_context(_bar(source.name, total, bar)), progress)
-        weights = assemble(config, checkpoint, maker=maker, progress=report)
+    config, checkpoint = _open(source)
+    if quantise:
+        checkpoint = QuantisedCheckpoint(checkpoint, quantise)
+        if quantise.head:
+            config = replace(config, tie_word_embeddings=False)
+    maker = maker or TorchWeights(getattr(torch, config.dtype if dtype == "auto" else dtype), target)
+    with _bar(source.name, weight_bytes(config, maker.dtype.itemsize), bar) as shown:
+        weights = assemble(config, checkpoint, maker=maker, progress=_Report(shown, progress))
+    if source.kind == "gguf":
+        source.gguf.release()
+    give_back_freed_memory()
     cos, sin = rope_tables(config.rope, config.head_dim, max_positions or config.max_position_embeddings, target)
-    return LoadedModel(config, Decoder(config, weights, cos, sin), maker.dtype)
+    return LoadedModel(config, Decoder(config, weights, cos, sin), maker.dtype, weight_kinds(config, checkpoint))
+
+
+def _open(source: ModelSource) -> tuple[ModelConfig, Checkpoint]:
+    if source.kind == "gguf":
+        config = gguf_config(source.gguf)
+        return config, GGUFCheckpoint(source.gguf, config)
+    return read_hf_config(source.path), SafetensorsCheckpoint(source.path)
 
 
 def _bar(name: str, total: int, shown: bool) -> tqdm:

@@ -20,8 +20,6 @@ __all__ = ["StreamDecoder", "TokenBytes", "Tokenizer", "load_tokenizer"]
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:
     """The model's tokenizer. Raises BadCheckpoint, naming the file and the field, if it cannot be built exactly."""
-    from nanoserve.gguf_file import read_gguf
-
     if source.kind == "gguf":
-        return tokenizer_from_gguf(read_gguf(source.path).metadata, str(source.path))
+        return tokenizer_from_gguf(source.gguf.metadata, str(source.path))
     return tokenizer_from_folder(source.path)

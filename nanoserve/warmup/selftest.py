@@ -21,7 +21,7 @@ from nanoserve.errors import GateError
 from nanoserve.warmup.gates import check_warm_touches_nothing
 
 PROMPT_TOKENS = 5
-WATCHED_SLOTS = 4096
+WATCHED_SLOTS = 128
 RELATIVE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Of the largest logit: what other summation orders of the same product may differ by."""
 WIDEST_TOLERANCE = max(RELATIVE_TOLERANCE.values())

@@ -41,20 +41,38 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path) -> None:
     assert native_build.cache_folder({"HOME": str(tmp_path)}) == tmp_path / ".cache" / "nanoserve"
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_private_folder_serves_once_when_the_cache_folder_cannot_be_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(KernelBuildError, match="cannot be written"):
-        native_build.build("generic", folder=tmp_path / "file" / "under")
+    unusable = tmp_path / "file" / "under"
+    with native_build.built("generic", folder=unusable) as path:
+        library = native_lib.NativeLibrary(path)
+    assert library.isa == "generic"
+    assert not path.parent.exists()
+    assert f"{unusable} cannot be written" in caplog.text
+    assert "compiled at every start: make it writable, or set XDG_CACHE_HOME" in caplog.text
+
+
+def test_no_compiler_is_needed_when_the_library_is_there(tmp_path: Path) -> None:
+    (tmp_path / native_build.library_name("generic", native_build.cpu_flags(), {"PATH": "/nowhere"})).write_text("made")
+    with native_build.built("generic", folder=tmp_path, environ={"PATH": "/nowhere"}) as path:
+        assert path.read_text() == "made"
+
+
+def test_another_compiler_builds_another_library() -> None:
+    names = {native_build.library_name("generic", frozenset(), environ) for environ in ({}, {"CC": "clang"})}
+    assert len(names) == 2
 
 
 def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
     fake = tmp_path / "cc"
-    fake.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && echo fake 1.0 && exit 0\necho "x.c:1: error: no such thing"\nexit 1\n'
-    )
+    fake.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "x.c:1: error: no such thing"\nexit 1\n')
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    environ = {"CC": str(fake), "PATH": os.defpath}
     with pytest.raises(KernelBuildError, match="no such thing"):
-        native_build.build("generic", folder=tmp_path / "cache", environ={"CC": str(fake), "PATH": os.defpath})
+        with native_build.built("generic", folder=tmp_path / "cache", environ=environ):
+            pass
     assert list((tmp_path / "cache").iterdir()) == []
 
 

@@ -53,6 +53,15 @@ def test_rows_are_taken_in_the_order_asked_for() -> None:
     np.testing.assert_array_equal(unpack(pack_gguf(raw.reshape(-1), "Q4_1", 20, 64, order)).numpy(), expected)
 
 
+@pytest.mark.parametrize("name", NATIVE_TYPES)
+def test_rows_packed_part_by_part_are_those_packed_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = random_blocks(name, 50, 3).reshape(-1)
+    order = np.random.default_rng(0).permutation(50)
+    whole = pack_gguf(raw, name, 50, 3 * SIZES[name][0], order)
+    monkeypatch.setattr("nanoserve.kernels.native_pack.PART", 1)
+    assert torch.equal(pack_gguf(raw, name, 50, 3 * SIZES[name][0], order).data, whole.data)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @given(rows=st.integers(1, 40), cols=st.integers(1, 40))
 @settings(max_examples=15)

@@ -19,7 +19,7 @@ def build_driver(isa: str, sanitizer: str, folder: Path) -> Path:
     made = folder / f"driver-{isa}"
     flags = [*native_build.ISA_FLAGS[isa], f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     settings = ["-std=c11", "-O1", "-g1", "-fno-var-tracking", "-ffp-contract=off", f"-I{native_build.SOURCES}"]
-    command = [compiler.command, *settings, *flags, *map(str, units), str(DRIVER), "-o", str(made), "-lm", "-lpthread"]
+    command = [compiler, *settings, *flags, *map(str, units), str(DRIVER), "-o", str(made), "-lm", "-lpthread"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if "cannot find" in done.stderr and "san" in done.stderr:
         pytest.skip(f"the compiler has no {sanitizer} sanitizer")

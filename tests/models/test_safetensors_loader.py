@@ -128,13 +128,13 @@ def assemble_failing_with(error: Exception, folder: Path) -> None:
         def fetch(self, name: str) -> Tensor:
             raise error
 
-    with Failing(folder) as checkpoint:
-        assemble(
-            load_config(source_of(folder)),
-            checkpoint,
-            maker=TorchWeights(torch.float32, torch.device("cpu")),
-            progress=lambda done, total: None,
-        )
+    checkpoint = Failing(folder)
+    assemble(
+        load_config(source_of(folder)),
+        checkpoint,
+        maker=TorchWeights(torch.float32, torch.device("cpu")),
+        progress=lambda done, total: None,
+    )
 
 
 def test_tensor_is_named_when_missing(tmp_path: Path) -> None:

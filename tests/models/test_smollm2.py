@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from nanoserve.gguf_file import read_gguf
+from nanoserve.kernels.native_weights import NativeWeights
+from nanoserve.models.config import load_config
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.load import load_model
-from nanoserve.source import resolve
+from nanoserve.source import check_source, resolve
+from nanoserve.tokens import load_tokenizer
 from tests.models.dense import dense_logits
 from tests.models.oracle import transformers_from_gguf, transformers_greedy
 
@@ -42,6 +46,17 @@ def follows(decoder: Decoder, prompt_ids: list[int], token_ids: list[int]) -> li
 def test_greedy_tokens_are_the_golden_ones_when_decoded_in_float32(case: dict[str, Any], decoder: Decoder) -> None:
     assert len(case["token_ids"]) == 24
     assert follows(decoder, case["prompt_ids"], case["token_ids"]) == case["token_ids"]
+
+
+def test_header_is_parsed_once_when_all_that_need_it_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr("nanoserve.source.read_gguf", lambda path: read.append(path) or read_gguf(path))
+    source = resolve("smollm2-135m")
+    check_source(source)
+    load_config(source)
+    load_model(source, maker=NativeWeights(), max_positions=8, bar=False)
+    load_tokenizer(source)
+    assert read == [source.path]
 
 
 @pytest.mark.slow
