@@ -156,7 +156,7 @@ class PagedRunner:
             self.settle()  # a recording writes the numbers that the step before reads
         for key in missing:
             self._capture_late(key)
-        self._write(padded, [row_sampling(sequence) for sequence in sequences], ahead)
+        self._write(padded, [row_sampling(sequence) for sequence in sequences], ahead=ahead)
         return StartedStep(padded, keys, sequences, not missing, started, self._clock())
 
     def _conclude(self, step: StartedStep, output: StepOutput | None) -> StepOutcome:
@@ -174,7 +174,7 @@ class PagedRunner:
             raise GateError(f"no graph is recorded for {key} and --strict-shapes allows no recording now")
         self.capture(key, "cold")
 
-    def _write(self, plan: PagedPlan, sampling: list[RowSampling], ahead: bool) -> None:
+    def _write(self, plan: PagedPlan, sampling: list[RowSampling], *, ahead: bool) -> None:
         self._inputs.write_step(plan, sampling, ahead=ahead)
         if self._paranoid:
             self._check(plan, ahead=ahead)
@@ -248,11 +248,11 @@ class PagedRunner:
         """`[len(rows.logit_rows), vocab]` fp32 of a step that belongs to no sequence, valid until the next one: for
         measurements. Whoever calls it has written the slot table, and nothing else may be running."""
         plan = plan_step(rows, self.shapes, sink_slot=self.slots.sink_slot, pad_row=self._pad_row)
-        keys = _keys(plan)
+        keys = self._keys(plan)
         for key in keys:
             if key not in self.graphs:
                 self._capture_late(key)
-        self._write(plan, [])
+        self._write(plan, [], ahead=False)
         return self.graphs.rehearse(*keys)[1].logits[: plan.real_logit_rows]
 
     # --- the padding self-test's way in (`warmup.selftest.Prober`) ---------------------------------------------
