@@ -15,6 +15,7 @@ import torch
 
 from nanoserve.blocks import BlockPool
 from nanoserve.boot import Booted, BootProgress, Report
+from nanoserve.budget import StepBudget
 from nanoserve.choices import Choices, check_config, choose, pick_backend, pick_dtype
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Engine
@@ -129,7 +130,7 @@ def prepare(
     tokenizer = load_tokenizer(source)
     pool_plan = plan_pool(choices, loaded.config, loaded.dtype)
     log.info(pool_plan.describe())
-    with memory_is_enough("the step buffers", "--max-sequences, --max-model-len, --prefill-tokens or --width-multiple"):
+    with memory_is_enough("the step buffers", "--max-sequences, --max-model-len, --max-step-rows or --width-multiple"):
         engine = assemble(choices, loaded, pool_plan, metrics, ops=ops, backend=backend)
     eos = frozenset(loaded.config.eos_token_ids) | tokenizer.eos_token_ids
     intake = Intake(
@@ -198,7 +199,8 @@ def assemble(
         runner = paged_runner(parts, ops or ReferenceOps(), backend or pick_backend(config, choices.device))
     else:
         runner = rectangle_runner(parts, ops or ReferenceOps(), backend)
-    scheduler = Scheduler(pool, max_sequences=config.sequences, prefill_tokens=config.prefill_tokens)
+    budget = StepBudget(config.step_rows, gap_seconds=config.prefill_gap_seconds)
+    scheduler = Scheduler(pool, max_sequences=config.sequences, budget=budget)
     return Engine(scheduler, pool, runner, metrics, paranoid=config.paranoid)
 
 

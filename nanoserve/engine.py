@@ -164,6 +164,7 @@ class Engine:
             sequence.steps += 1
             sequence.replays += outcome.chunks_replayed
             sequence.eager_steps += not outcome.chunks_replayed
+        started = [sequence for sequence in plan.chunk_sequences if sequence.steps == 1]
         kind: StepKind = "mixed" if plan.decode and plan.chunks else "decode" if plan.decode else "prefill"
         decoded, prefilled = len(plan.decode), plan.prefill_tokens
         shape = outcome.shape
@@ -180,8 +181,11 @@ class Engine:
                 decode_tokens=decoded,
                 prefill_tokens=prefilled,
                 prefill_eager=bool(plan.chunks) and not outcome.chunks_replayed,
+                started=len(started),
+                started_tokens=sum(sequence.target for sequence in started),
             )
         )
+        self.scheduler.budget.observe(decoded, prefilled, outcome.seconds)
         counters = self._metrics.counters
         counters.eager_steps += bool(plan.decode) and not outcome.replayed
         counters.preempted = self.scheduler.preemptions

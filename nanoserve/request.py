@@ -77,12 +77,17 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and how to continue it. `request_id` is ours and unique in the process."""
+    """One prompt and how to continue it. `request_id` is ours and unique in the process.
+
+    timeout_seconds  from arrival to the last token, waiting included; None: the server's default
+    priority         the lower, the sooner (as in vLLM)
+    """
 
     request_id: str
     prompt: Prompt
     params: SamplingParams = field(default_factory=SamplingParams)
     timeout_seconds: float | None = None
+    priority: int = 0
 
 
 # --- what comes back ---------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Who runs next: waiting and running sequences, chunked prefill, preemption by recompute. Integers only, no torch.
 
-Sole writer of the request lifecycle and, through the BlockPool, of who holds which block. First come, first served.
+Sole writer of the request lifecycle and, through the BlockPool, of who holds which block. Who is next and who gives way
+is `turns`' to say, how much a step may hold `budget`'s.
 
     waiting --admit: a table row and blocks for all known tokens--> prefill --last chunk--> decode --> finished
        ^                                                             |                        |
@@ -12,23 +13,26 @@ ones hold any row above. A step in flight addresses blocks, so what ends meanwhi
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 
 from nanoserve.blocks import BlockPool, blocks_for
 from nanoserve.buckets import DecodeRow
+from nanoserve.budget import StepBudget
 from nanoserve.errors import PoolExhausted
 from nanoserve.request import FinishReason
 from nanoserve.sequence import ChunkPlan, Sequence, State, StepPlan
+from nanoserve.turns import WaitingLine, serving_order, turn
 
 
 class Scheduler:
     """`plan` says what the next step is, `commit` takes its tokens; between the two a step is in flight."""
 
-    def __init__(self, pool: BlockPool, *, max_sequences: int, prefill_tokens: int) -> None:
+    def __init__(self, pool: BlockPool, *, max_sequences: int, budget: StepBudget) -> None:
+        assert budget.max_step_rows >= max_sequences, "a step has fewer rows than sequences may decode in it"
         self._pool = pool
-        self._prefill_tokens = prefill_tokens
-        self._waiting: deque[Sequence] = deque()
+        self.budget = budget
+        self.max_sequences = max_sequences
+        self._waiting = WaitingLine()
         self._rows: list[Sequence | None] = [None] * max_sequences
         self._arrivals = 0
         self._in_flight: StepPlan | None = None
@@ -42,8 +46,18 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def waiting_tokens(self) -> int:
+        """Tokens that the prefills of the waiting sequences will have to compute."""
+        return self._waiting.tokens
+
+    @property
     def running(self) -> int:
         return sum(sequence is not None for sequence in self._rows)
+
+    @property
+    def free_rows(self) -> int:
+        """Sequences that may still be admitted beside those that run."""
+        return self._rows.count(None)
 
     @property
     def has_work(self) -> bool:
@@ -60,7 +74,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         sequence.arrival = self._arrivals
         self._arrivals += 1
-        self._waiting.append(sequence)
+        self._waiting.add(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence for a reason no token shows: a stop string, an abort, a deadline. A second call is ignored.
@@ -107,7 +121,7 @@ class Scheduler:
             slot = sequence.table.slot(position)
             rows.append(DecodeRow(sequence.table_row, position, slot))
             writes.append((sequence.table_row, position, (slot,)))
-        prefilling = self._prefilling()
+        prefilling = self._prefilling(len(rows))
         chunks = [self._chunk(sequence, count) for sequence, count in prefilling]
         writes.extend((chunk.table_row, chunk.start, chunk.write_slots) for chunk in chunks)
         if not rows and not chunks:
@@ -127,20 +141,20 @@ class Scheduler:
         return [sequence for sequence in self._rows if sequence is not None and sequence.state is State.DECODE]
 
     def _reserve_next_slot(self, sequence: Sequence) -> None:
-        """Make room for the newest token's K/V, preempting the latest arrivals; possibly the sequence itself."""
+        """Make room for the newest token's K/V, preempting the last in line; possibly the sequence itself."""
         missing = sequence.table.missing_for(len(sequence.tokens))
         while missing and sequence.state is State.DECODE:
             try:
                 sequence.table.blocks += self._pool.allocate(missing)
                 return
             except PoolExhausted:
-                self._preempt(max((s for s in self._rows if s is not None), key=lambda s: s.arrival))
+                self._preempt(max((s for s in self._rows if s is not None), key=turn))
 
     def _preempt(self, victim: Sequence) -> None:
-        """Back to the head of the queue. Victims are the latest arrivals, so the queue stays in order of arrival."""
+        """Back to its place in line."""
         self._leave(victim, State.WAITING)
         victim.target = len(victim.tokens)
-        self._waiting.appendleft(victim)
+        self._waiting.add(victim)
         self.preemptions += 1
 
     def _compact(self) -> tuple[tuple[int, int], ...]:
@@ -164,29 +178,44 @@ class Scheduler:
         self._dirty.clear()
         return dirty
 
-    def _prefilling(self) -> list[tuple[Sequence, int]]:
-        """(sequence, tokens) to compute in this step: started prompts first, then as many new ones as fit."""
-        budget = self._prefill_tokens
-        chosen: list[tuple[Sequence, int]] = []
+    def _prefilling(self, decode_rows: int) -> list[tuple[Sequence, int]]:
+        """(sequence, tokens) to compute in this step beside the decode rows, admitting those whose turn it is."""
+        budget = self.budget.prefill_rows(decode_rows)
         started = [s for s in self._rows if s is not None and s.state is State.PREFILL]
-        for sequence in sorted(started, key=lambda s: s.arrival):
-            count = min(budget, sequence.target - sequence.computed)
+        line = sorted((*started, *self._admissible()), key=turn)
+        counts: dict[Sequence, int] = {}
+        for sequence, most in serving_order(line, budget):
+            if not budget:
+                break
+            if sequence.state is State.WAITING and not self._admit(sequence):
+                continue
+            count = min(budget, most, sequence.target - sequence.computed - counts.get(sequence, 0))
             if count:
-                chosen.append((sequence, count))
+                counts[sequence] = counts.get(sequence, 0) + count
                 budget -= count
-        while budget and self._waiting and self._admit(self._waiting[0]):
-            sequence = self._waiting.popleft()
-            count = min(budget, sequence.target)
-            chosen.append((sequence, count))
-            budget -= count
-        return chosen
+        return list(counts.items())
+
+    def _admissible(self) -> Iterator[Sequence]:
+        """The first in line, as far as rows and blocks reach for all of them. So one that is served before an earlier
+        one takes nothing from it, and none behind one that does not fit is admitted at all."""
+        rows, blocks = self.free_rows, self._pool.free_blocks
+        for sequence in self._waiting:
+            rows, blocks = rows - 1, blocks - self._blocks_wanted(sequence)
+            if rows < 0 or blocks < 0:
+                return
+            yield sequence
+
+    def _blocks_wanted(self, sequence: Sequence) -> int:
+        """For all its known tokens and one more."""
+        return blocks_for(sequence.target + 1, self._pool.block_size)
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give it the last free table row and blocks for all its known tokens and one more, if there are any."""
-        need = blocks_for(sequence.target + 1, self._pool.block_size)
+        """Take it out of the line and give it the last free table row and its blocks, if there are any."""
+        need = self._blocks_wanted(sequence)
         row = next((r for r in range(len(self._rows) - 1, -1, -1) if self._rows[r] is None), None)
         if row is None or need > self._pool.free_blocks:
             return False
+        self._waiting.remove(sequence)
         sequence.table.blocks = self._pool.allocate(need)
         sequence.table_row = row
         sequence.state = State.PREFILL
@@ -239,8 +268,7 @@ class Scheduler:
         if self._in_flight is None:
             return
         self._in_flight = None
-        running = [sequence for sequence in self._rows if sequence is not None]
-        for sequence in sorted(running, key=lambda s: s.arrival, reverse=True):
+        for sequence in [sequence for sequence in self._rows if sequence is not None]:
             if sequence.finish_reason is not None:
                 self._leave(sequence, State.FINISHED)
             else:
@@ -251,6 +279,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raises AssertionError if a block is lost, held twice, or a sequence is where it should not be."""
+        self._waiting.check()
         running = [sequence for sequence in self._rows if sequence is not None]
         self._pool.check(sequence.table for sequence in running)
         held = [block for sequence in running for block in sequence.table.blocks]

@@ -25,6 +25,7 @@ class Sequence:
 
     tokens      prompt then generated ids; the newest generated token is not in the K/V pool yet
     computed    tokens whose K/V is in the pool
+    priority    the lower, the sooner (`turns.turn`); arrival numbers all sequences of a scheduler
     target      tokens a prefill has to compute before the next token is chosen (all known tokens, at admission)
     """
 
@@ -38,6 +39,7 @@ class Sequence:
         "max_tokens",
         "pad_rows",
         "params",
+        "priority",
         "prompt_tokens",
         "replays",
         "request_id",
@@ -63,12 +65,14 @@ class Sequence:
         stop_token_ids: frozenset[int],
         eos_token_ids: frozenset[int],
         block_size: int,
+        priority: int = 0,
     ) -> None:
         self.request_id = request_id
         self.choice = choice
         self.tokens = prompt_ids
         self.prompt_tokens = len(prompt_ids)
         self.params = params
+        self.priority = priority
         self.seed = seed
         self.max_tokens = max_tokens
         self.stop_token_ids = stop_token_ids

@@ -14,6 +14,7 @@ from typing import Any, cast
 from nanoserve.blocks import BlockPool
 from nanoserve.boot import Boot, Booted, Report
 from nanoserve.buckets import DecodeShape
+from nanoserve.budget import StepBudget
 from nanoserve.engine import Engine
 from nanoserve.intake import Intake
 from nanoserve.metrics import Metrics
@@ -196,6 +197,7 @@ def sequence_of(
     eos: frozenset[int] = frozenset(),
     request_id: str = "r",
     params: SamplingParams = SAMPLED,
+    priority: int = 0,
 ) -> Sequence:
     return Sequence(
         request_id=request_id,
@@ -207,6 +209,7 @@ def sequence_of(
         stop_token_ids=frozenset(),
         eos_token_ids=eos,
         block_size=block_size,
+        priority=priority,
     )
 
 
@@ -215,20 +218,20 @@ def engine_of(
     pool: BlockPool,
     *,
     max_sequences: int = 4,
-    prefill_tokens: int = 64,
+    max_step_rows: int = 64,
     metrics: Metrics | None = None,
 ) -> Engine:
-    scheduler = Scheduler(pool, max_sequences=max_sequences, prefill_tokens=prefill_tokens)
+    scheduler = Scheduler(pool, max_sequences=max_sequences, budget=StepBudget(max_step_rows))
     return Engine(scheduler, pool, cast(Runner, runner), metrics or Metrics("test"), paranoid=True)
 
 
 def hash_engine(
-    *, blocks: int, block_size: int = 4, max_sequences: int = 4, prefill_tokens: int = 64, vocab_size: int = VOCABULARY
+    *, blocks: int, block_size: int = 4, max_sequences: int = 4, max_step_rows: int = 64, vocab_size: int = VOCABULARY
 ) -> tuple[Engine, HashRunner, BlockPool]:
     pool = BlockPool(blocks, block_size)
     width = blocks * block_size
     runner = HashRunner(pool, max_sequences=max_sequences, width=width, vocab_size=vocab_size)
-    return engine_of(runner, pool, max_sequences=max_sequences, prefill_tokens=prefill_tokens), runner, pool
+    return engine_of(runner, pool, max_sequences=max_sequences, max_step_rows=max_step_rows), runner, pool
 
 
 def scripted_boot(
@@ -239,7 +242,7 @@ def scripted_boot(
     block_size: int = 4,
     max_model_len: int = 128,
     max_sequences: int = 8,
-    prefill_tokens: int = 64,
+    max_step_rows: int = 64,
     tokenizer: ByteTokenizer | None = None,
     before: Callable[[Report], None] = lambda report: None,
     degraded: str | None = None,
@@ -250,7 +253,7 @@ def scripted_boot(
     def boot(report: Report) -> Booted:
         before(report)
         pool = BlockPool(blocks, block_size)
-        engine = engine_of(runner, pool, max_sequences=max_sequences, prefill_tokens=prefill_tokens, metrics=metrics)
+        engine = engine_of(runner, pool, max_sequences=max_sequences, max_step_rows=max_step_rows, metrics=metrics)
         tokens = cast(Any, tokenizer or ByteTokenizer())
         intake = Intake(
             tokens,

@@ -37,11 +37,17 @@ class AnySchedule(RuleBasedStateMachine):
         self.block_size = block
         self.room = 2 * blocks * block // 3
         self.engine, self.runner, self.pool = hash_engine(
-            blocks=blocks, block_size=block, max_sequences=rows, prefill_tokens=budget
+            blocks=blocks, block_size=block, max_sequences=rows, max_step_rows=rows + budget
         )
 
-    @rule(length=st.integers(1, 40), limit=st.integers(1, 40), kind=st.integers(0, 3), n=st.integers(1, 3))
-    def submit(self, length: int, limit: int, kind: int, n: int) -> None:
+    @rule(
+        length=st.integers(1, 40),
+        limit=st.integers(1, 40),
+        kind=st.integers(0, 3),
+        n=st.integers(1, 3),
+        priority=st.integers(-1, 1),
+    )
+    def submit(self, length: int, limit: int, kind: int, n: int, priority: int) -> None:
         prompt = prompt_of(min(length, self.room - 1), kind)
         max_tokens = min(limit, self.room - len(prompt))
         for choice in range(n):
@@ -52,6 +58,7 @@ class AnySchedule(RuleBasedStateMachine):
                 choice=choice,
                 block_size=self.block_size,
                 eos=frozenset({EOS}),
+                priority=priority,
             )
             self.live.append((sequence, prompt))
             self.engine.add(sequence)

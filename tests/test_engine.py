@@ -59,14 +59,14 @@ def crowd() -> list[Ask]:
         {},
         EAGER,
         UNPADDED,
-        {"prefill_tokens": 1},
-        {"prefill_tokens": 7},
+        {"max_step_rows": 1, "max_sequences": 1},
+        {"max_step_rows": 8},
         {"max_sequences": 3},
         {"blocks": 9},
-        {"blocks": 9, "prefill_tokens": 5, "max_sequences": 5},
+        {"blocks": 7, "max_step_rows": 8, "max_sequences": 5},
         {"attention_read": "paged"},
-        {"attention_read": "paged", "prefill_tokens": 7},
-        {"attention_read": "paged", "blocks": 9, "prefill_tokens": 5, "max_sequences": 5},
+        {"attention_read": "paged", "max_step_rows": 11},
+        {"attention_read": "paged", "blocks": 7, "max_step_rows": 8, "max_sequences": 5},
     ],
     ids=[
         "recorded",
@@ -116,7 +116,7 @@ def test_same_prompt_answers_alike_when_it_ends_around_a_block_border(
     folder: Path, eager: TinyEngine, length: int
 ) -> None:
     """Sent twice in one step with chunks smaller than the prompt, and once more after both."""
-    engine = TinyEngine(folder, prefill_tokens=10, blocks=16)
+    engine = TinyEngine(folder, max_step_rows=10, blocks=16)
     ask = Ask(ids(length), params_of(max_tokens=5))
     both = tokens_of(engine.answers([ask, ask]))
     again = tokens_of(engine.answers([ask]))
@@ -126,13 +126,13 @@ def test_same_prompt_answers_alike_when_it_ends_around_a_block_border(
 def test_prompts_that_part_inside_a_block_do_not_mix_when_served_together(folder: Path, eager: TinyEngine) -> None:
     shared = ids(40)
     asks = [Ask((*shared[:36], 50 + n, *shared[37:]), params_of()) for n in range(4)]
-    ours = TinyEngine(folder, prefill_tokens=16).answers(asks)
+    ours = TinyEngine(folder, max_step_rows=16).answers(asks)
     assert tokens_of(ours) == tokens_of(eager.alone(asks))
     assert len({tuple(choice.tokens) for (choice,) in ours}) > 1
 
 
 def test_prompt_starts_clean_when_the_same_one_was_aborted_in_mid_prefill(folder: Path, eager: TinyEngine) -> None:
-    engine = TinyEngine(folder, prefill_tokens=20)
+    engine = TinyEngine(folder, max_step_rows=20)
     ask = Ask(ids(50), params_of())
     (sequence,) = engine.add(ask)
     engine.step()
@@ -143,7 +143,7 @@ def test_prompt_starts_clean_when_the_same_one_was_aborted_in_mid_prefill(folder
 
 def test_64_requests_are_exact_when_the_pool_holds_one_and_a_half(folder: Path, eager: TinyEngine) -> None:
     """They share a prefix of three blocks; each runs to exactly its limit."""
-    engine = TinyEngine(folder, blocks=9, prefill_tokens=48)
+    engine = TinyEngine(folder, blocks=9, max_step_rows=48)
     asks = [Ask((*ids(48), 2 + n), SamplingParams(0.0, ignore_eos=True, max_tokens=20)) for n in range(64)]
     ours = engine.answers(asks)
     assert engine.engine.scheduler.preemptions > 0
@@ -207,7 +207,7 @@ def test_steps_of_one_row_stay_hits_when_the_shape_was_met_before(folder: Path) 
 def test_four_choices_differ_and_repeat_when_the_seed_is_given(folder: Path) -> None:
     ask = Ask(ids(6), SamplingParams(temperature=1.0, seed=3, n=4, max_tokens=16, ignore_eos=True))
     first = tokens_of(TinyEngine(folder).answers([ask]))
-    crowded = tokens_of(TinyEngine(folder, blocks=12, prefill_tokens=4).answers([*crowd(), ask]))
+    crowded = tokens_of(TinyEngine(folder, blocks=12, max_step_rows=8).answers([*crowd(), ask]))
     assert crowded[-1] == first[0]
     assert len({tuple(tokens) for tokens in first[0]}) == 4
     assert all(len(tokens) == 16 for tokens in first[0])
@@ -303,7 +303,7 @@ def test_logprobs_are_the_models_own_when_temperature_and_bias_move_the_choice(f
 
 
 def test_every_step_replays_a_warm_graph_when_the_read_is_paged(folder: Path) -> None:
-    engine = TinyEngine(folder, attention_read="paged", prefill_tokens=12, warmup_seconds=None)
+    engine = TinyEngine(folder, attention_read="paged", max_step_rows=12, warmup_seconds=None)
     engine.answers(crowd())
     graphs = engine.metrics.snapshot()["graphs"]
     assert graphs["hit_rate"] == 1.0

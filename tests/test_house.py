@@ -20,13 +20,21 @@ RANKS: list[list[str]] = [
     ["nanoserve.runners"],
     ["nanoserve.choices"],
     ["nanoserve.async_engine"],
-    ["nanoserve.boot", "nanoserve.completion", "nanoserve.engine_thread", "nanoserve.live", "nanoserve.stream"],
+    [
+        "nanoserve.admission",
+        "nanoserve.boot",
+        "nanoserve.completion",
+        "nanoserve.engine_thread",
+        "nanoserve.live",
+        "nanoserve.stream",
+    ],
     ["nanoserve.output", "nanoserve.intake"],
     ["nanoserve.engine"],
     ["nanoserve.paged_runner"],
     ["nanoserve.runner"],
     ["nanoserve.step"],
     ["nanoserve.scheduler"],
+    ["nanoserve.turns", "nanoserve.budget"],
     ["nanoserve.sequence"],
     ["nanoserve.warmup"],
     ["nanoserve.graphs", "nanoserve.backends"],
@@ -58,7 +66,7 @@ NO_TORCH += [
     "async_engine",
     "ops",
 ]
-NO_TORCH += ["sequence", "probe"]
+NO_TORCH += ["sequence", "probe", "turns", "budget", "admission"]
 
 
 def rank_of(module: str) -> int:

@@ -29,7 +29,7 @@ def tiny_config(folder: Path, *, blocks: int = 64, **fields: Any) -> EngineConfi
         "max_sequences": 8,
         "block_size": BLOCK,
         "width_multiple": 32,
-        "prefill_tokens": 64,
+        "max_step_rows": 64,
         "kv_memory_bytes": (blocks + 1) * BLOCK * BYTES_PER_TOKEN,
         "kernels": "reference",
         "warmup_seconds": 0.0,

@@ -46,10 +46,10 @@ def test_answers_follow_the_reference_kernels_until_rounding_turns_a_tie(folder:
     [
         {},
         {"threads": 2},
-        {"prefill_tokens": 1},
-        {"prefill_tokens": 7},
+        {"max_step_rows": 1, "max_sequences": 1},
+        {"max_step_rows": 8},
         {"max_sequences": 3},
-        {"blocks": 4, "prefill_tokens": 5, "max_sequences": 5},
+        {"blocks": 5, "max_step_rows": 8, "max_sequences": 5},
         {"warmup_seconds": None},
     ],
     ids=["together", "two threads", "chunks of 1", "chunks of 7", "3 rows", "preempted", "warmed"],
