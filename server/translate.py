@@ -119,10 +119,10 @@ def _job(
     if body.model is not None and served.names and body.model not in served.names:
         message = f"model {body.model[:100]!r} is not served here; this server has: {', '.join(served.names)}"
         raise ModelNotFound(message, param="model")
-    timeout = body.number("timeout")
+    timeout, priority = body.number("timeout"), body.integer("priority") or 0
     suffixes = [""] if len(found) == 1 else [f"-{i}" for i in range(len(found))]
     requests = tuple(
-        Request(request_id + suffix, prompt, params, None if timeout is None else float(timeout))
+        Request(request_id + suffix, prompt, params, None if timeout is None else float(timeout), priority)
         for prompt, suffix in zip(found, suffixes, strict=True)
     )
     include_usage = bool(body.stream_options and body.stream_options.include_usage)
