@@ -27,6 +27,7 @@ from nanoserve.memory import KVPoolPlan, plan_kv_pool
 from nanoserve.metrics import Metrics
 from nanoserve.models.config import ModelConfig, load_config
 from nanoserve.models.load import LoadedModel, load_model
+from nanoserve.prefix import PrefixCache
 from nanoserve.probe import cores, free_host_bytes
 from nanoserve.readiness import ModelFacts, check_covered, describe_shapes, make_ready, memory_is_enough, price_plan
 from nanoserve.runners import Parts, native_runner, native_weights, paged_runner, rectangle_runner
@@ -198,7 +199,8 @@ def assemble(
         runner = paged_runner(parts, ops or ReferenceOps(), backend or pick_backend(config, choices.device))
     else:
         runner = rectangle_runner(parts, ops or ReferenceOps(), backend)
-    scheduler = Scheduler(pool, max_sequences=config.sequences, prefill_tokens=config.prefill_tokens)
+    prefix = PrefixCache(pool) if config.prefix_cache else None
+    scheduler = Scheduler(pool, max_sequences=config.sequences, prefill_tokens=config.prefill_tokens, prefix=prefix)
     return Engine(scheduler, pool, runner, metrics, paranoid=config.paranoid)
 
 

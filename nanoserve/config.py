@@ -24,6 +24,8 @@ class EngineConfig:
     block_size         slots per block
     width_multiple     rectangle widths are multiples of this (tokens)
     prefill_tokens     prompt tokens one step may compute (the chunk budget)
+    prefix_cache       share blocks between sequences that start with the same tokens, and keep them as long as there is
+                       room
     kv_memory_bytes    size of the K/V pool; None: `kv_memory_share` of the memory that is free after the weights
     bucket_decode      pad decode batches to a closed set of shapes; off: every batch keeps its own size
     persist_inputs     write step inputs into buffers that keep their address; required by capture_decode
@@ -46,6 +48,7 @@ class EngineConfig:
     block_size: int = 16
     width_multiple: int = 128
     prefill_tokens: int = 512
+    prefix_cache: bool = True
     kv_memory_bytes: int | None = None
     kv_memory_share: float = 0.5
     attention_read: AttentionRead = "auto"

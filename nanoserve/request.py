@@ -77,12 +77,16 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and how to continue it. `request_id` is ours and unique in the process."""
+    """One prompt and how to continue it. `request_id` is ours and unique in the process.
+
+    cache_salt  what was computed under one salt is reused under the same salt alone
+    """
 
     request_id: str
     prompt: Prompt
     params: SamplingParams = field(default_factory=SamplingParams)
     timeout_seconds: float | None = None
+    cache_salt: str = ""
 
 
 # --- what comes back ---------------------------------------------------------------------------------------------
@@ -102,6 +106,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """`cached_tokens` of the prompt tokens were not computed, because an earlier request had."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0

@@ -4,7 +4,10 @@ Sole writer of the request lifecycle and, through the BlockPool, of who holds wh
 
     waiting --admit: a table row and blocks for all known tokens--> prefill --last chunk--> decode --> finished
        ^                                                             |                        |
-       +------------------- preempted: blocks given back, all known tokens computed again ----+
+       +------- preempted: blocks given back, all known tokens found in the cache or computed again
+
+Full blocks that committed steps have written are shared with whoever starts with the same tokens (`prefix`). What a
+sequence writes goes into blocks that it alone holds.
 
 Decoding sequences hold table rows 0 … n - 1 without a gap, so a decode batch is a window on the slot table; prefilling
 ones hold any row above. A step in flight addresses blocks, so what ends meanwhile keeps them until `commit`.
@@ -18,14 +21,21 @@ from collections.abc import Iterator
 from nanoserve.blocks import BlockPool, blocks_for
 from nanoserve.buckets import DecodeRow
 from nanoserve.errors import PoolExhausted
+from nanoserve.prefix import PrefixCache
 from nanoserve.request import FinishReason
 from nanoserve.sequence import ChunkPlan, Sequence, State, StepPlan
 
 
 class Scheduler:
-    """`plan` says what the next step is, `commit` takes its tokens; between the two a step is in flight."""
+    """`plan` says what the next step is, `commit` takes its tokens; between the two a step is in flight.
 
-    def __init__(self, pool: BlockPool, *, max_sequences: int, prefill_tokens: int) -> None:
+    prefix  finds blocks that hold what a sequence would compute; None: everything is computed
+    """
+
+    def __init__(
+        self, pool: BlockPool, *, max_sequences: int, prefill_tokens: int, prefix: PrefixCache | None = None
+    ) -> None:
+        self.prefix = prefix
         self._pool = pool
         self._prefill_tokens = prefill_tokens
         self._waiting: deque[Sequence] = deque()
@@ -33,6 +43,7 @@ class Scheduler:
         self._arrivals = 0
         self._in_flight: StepPlan | None = None
         self._dirty: set[int] = set()
+        self._reused_slots: list[tuple[int, int, tuple[int, ...]]] = []
         self.preemptions = 0
 
     # --- what others may ask -------------------------------------------------------------------------------
@@ -108,6 +119,7 @@ class Scheduler:
             rows.append(DecodeRow(sequence.table_row, position, slot))
             writes.append((sequence.table_row, position, (slot,)))
         prefilling = self._prefilling()
+        writes, self._reused_slots = writes + self._reused_slots, []
         chunks = [self._chunk(sequence, count) for sequence, count in prefilling]
         writes.extend((chunk.table_row, chunk.start, chunk.write_slots) for chunk in chunks)
         if not rows and not chunks:
@@ -137,10 +149,11 @@ class Scheduler:
                 self._preempt(max((s for s in self._rows if s is not None), key=lambda s: s.arrival))
 
     def _preempt(self, victim: Sequence) -> None:
-        """Back to the head of the queue. Victims are the latest arrivals, so the queue stays in order of arrival."""
+        """Back to the queue, in order of arrival: at its head, but for sequences that await another's prefix."""
         self._leave(victim, State.WAITING)
         victim.target = len(victim.tokens)
-        self._waiting.appendleft(victim)
+        later = (index for index, sequence in enumerate(self._waiting) if sequence.arrival > victim.arrival)
+        self._waiting.insert(next(later, len(self._waiting)), victim)
         self.preemptions += 1
 
     def _compact(self) -> tuple[tuple[int, int], ...]:
@@ -174,23 +187,48 @@ class Scheduler:
             if count:
                 chosen.append((sequence, count))
                 budget -= count
-        while budget and self._waiting and self._admit(self._waiting[0]):
-            sequence = self._waiting.popleft()
-            count = min(budget, sequence.target)
+        passed, kept_blocks = 0, 0
+        while budget and passed < min(len(self._waiting), self._rows.count(None)):
+            sequence = self._waiting[passed]
+            if awaited := self._awaited_blocks(sequence):
+                # Whoever passes it leaves its row and the blocks of its own, so it starts as soon as what it awaits is
+                # written.
+                kept_blocks += blocks_for(sequence.target + 1, self._pool.block_size) - awaited
+                passed += 1
+                continue
+            if not self._admit(sequence, kept_blocks):
+                break
+            del self._waiting[passed]
+            count = min(budget, sequence.target - sequence.computed)
             chosen.append((sequence, count))
             budget -= count
         return chosen
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Give it the last free table row and blocks for all its known tokens and one more, if there are any."""
-        need = blocks_for(sequence.target + 1, self._pool.block_size)
-        row = next((r for r in range(len(self._rows) - 1, -1, -1) if self._rows[r] is None), None)
-        if row is None or need > self._pool.free_blocks:
+    def _awaited_blocks(self, sequence: Sequence) -> int:
+        """Blocks that a running sequence has or is about to have, of which this one needs the next to be computed."""
+        if self.prefix is None:
+            return 0
+        running = (other for other in self._rows if other is not None and other.state is State.PREFILL)
+        return self.prefix.awaited(sequence, running)
+
+    def _admit(self, sequence: Sequence, kept_blocks: int) -> bool:
+        """Give it the last free table row and blocks for all its known tokens and one more, of which those are shared
+        that hold the first of them already. False if that leaves fewer than `kept_blocks` free."""
+        reused = self.prefix.find(sequence) if self.prefix is not None else []
+        fresh = blocks_for(sequence.target + 1, self._pool.block_size) - len(reused)
+        free_blocks = self._pool.free_blocks - self._pool.idle(reused)
+        if free_blocks < fresh + kept_blocks:
             return False
-        sequence.table.blocks = self._pool.allocate(need)
-        sequence.table_row = row
+        self._pool.share(reused)
+        sequence.table.blocks = reused + self._pool.allocate(fresh)
+        sequence.table_row = row = max(row for row, holder in enumerate(self._rows) if holder is None)
         sequence.state = State.PREFILL
+        sequence.computed = len(reused) * self._pool.block_size
         self._rows[row] = sequence
+        if reused:
+            self._reused_slots.append((row, 0, tuple(sequence.table.slots(0, sequence.computed))))
+        if self.prefix is not None:
+            self.prefix.count(sequence)
         return True
 
     @staticmethod
@@ -215,9 +253,9 @@ class Scheduler:
         assert plan is not None, "commit() without a step in flight"
         self._in_flight = None
         for sequence, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True):
-            sequence.computed = chunk.start + len(chunk.token_ids)
+            self._computed(sequence, chunk.start + len(chunk.token_ids))
         for sequence in plan.decode_sequences:
-            sequence.computed = len(sequence.tokens)
+            self._computed(sequence, len(sequence.tokens))
         taken = []
         for sequence in (*plan.decode_sequences, *plan.chunk_sequences):
             if sequence.finish_reason is not None:
@@ -231,14 +269,21 @@ class Scheduler:
                     self._leave(sequence, State.FINISHED)
         return taken
 
+    def _computed(self, sequence: Sequence, count: int) -> None:
+        """The step wrote K/V up to token `count`. What it wrote for a sequence that has ended is not shared."""
+        if self.prefix is not None and sequence.finish_reason is None:
+            self.prefix.publish(sequence, count)
+        sequence.computed = count
+
     def abandon(self) -> None:
-        """The step in flight raised: which of its edits and writes happened is unknown, so nothing it touched is kept.
+        """The step in flight raised: which of its edits and writes happened is unknown, so no K/V is trusted any more.
 
         Whatever still runs goes back to the queue and is computed again. Without a step in flight it does nothing.
         """
         if self._in_flight is None:
             return
         self._in_flight = None
+        self._pool.forget()
         running = [sequence for sequence in self._rows if sequence is not None]
         for sequence in sorted(running, key=lambda s: s.arrival, reverse=True):
             if sequence.finish_reason is not None:
@@ -253,8 +298,11 @@ class Scheduler:
         """Raises AssertionError if a block is lost, held twice, or a sequence is where it should not be."""
         running = [sequence for sequence in self._rows if sequence is not None]
         self._pool.check(sequence.table for sequence in running)
-        held = [block for sequence in running for block in sequence.table.blocks]
-        assert len(held) == len(set(held)), "a block is in two writable tables"
+        for sequence in running:
+            unwritten = sequence.table.blocks[sequence.computed // self._pool.block_size :]
+            assert all(map(self._pool.is_writable, unwritten)), "a block to be written is another's too"
+            if self.prefix is not None:
+                self.prefix.check(sequence)
         assert all(self._rows[s.table_row] is s for s in running), "a sequence is not in the table row it names"
         assert not {id(s) for s in running} & {id(s) for s in self._waiting}, "a sequence waits and runs"
         assert all(s.state is State.WAITING for s in self._waiting), "a sequence in the queue is not waiting"

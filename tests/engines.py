@@ -17,6 +17,7 @@ from nanoserve.buckets import DecodeShape
 from nanoserve.engine import Engine
 from nanoserve.intake import Intake
 from nanoserve.metrics import Metrics
+from nanoserve.prefix import PrefixCache
 from nanoserve.request import Delta, SamplingParams
 from nanoserve.runner import Runner, StepOutcome
 from nanoserve.scheduler import Scheduler
@@ -196,6 +197,7 @@ def sequence_of(
     eos: frozenset[int] = frozenset(),
     request_id: str = "r",
     params: SamplingParams = SAMPLED,
+    cache_salt: str = "",
 ) -> Sequence:
     return Sequence(
         request_id=request_id,
@@ -207,6 +209,7 @@ def sequence_of(
         stop_token_ids=frozenset(),
         eos_token_ids=eos,
         block_size=block_size,
+        cache_salt=cache_salt,
     )
 
 
@@ -217,18 +220,29 @@ def engine_of(
     max_sequences: int = 4,
     prefill_tokens: int = 64,
     metrics: Metrics | None = None,
+    prefix_cache: bool = True,
 ) -> Engine:
-    scheduler = Scheduler(pool, max_sequences=max_sequences, prefill_tokens=prefill_tokens)
+    prefix = PrefixCache(pool) if prefix_cache else None
+    scheduler = Scheduler(pool, max_sequences=max_sequences, prefill_tokens=prefill_tokens, prefix=prefix)
     return Engine(scheduler, pool, cast(Runner, runner), metrics or Metrics("test"), paranoid=True)
 
 
 def hash_engine(
-    *, blocks: int, block_size: int = 4, max_sequences: int = 4, prefill_tokens: int = 64, vocab_size: int = VOCABULARY
+    *,
+    blocks: int,
+    block_size: int = 4,
+    max_sequences: int = 4,
+    prefill_tokens: int = 64,
+    vocab_size: int = VOCABULARY,
+    prefix_cache: bool = True,
 ) -> tuple[Engine, HashRunner, BlockPool]:
     pool = BlockPool(blocks, block_size)
     width = blocks * block_size
     runner = HashRunner(pool, max_sequences=max_sequences, width=width, vocab_size=vocab_size)
-    return engine_of(runner, pool, max_sequences=max_sequences, prefill_tokens=prefill_tokens), runner, pool
+    engine = engine_of(
+        runner, pool, max_sequences=max_sequences, prefill_tokens=prefill_tokens, prefix_cache=prefix_cache
+    )
+    return engine, runner, pool
 
 
 def scripted_boot(

@@ -107,7 +107,8 @@ def test_recorded_steps_equal_eager_ones_to_the_bit_when_padding_is_the_same(fol
 
 
 def test_second_run_equals_the_first_to_the_bit_when_blocks_are_reused(folder: Path) -> None:
-    engine = TinyEngine(folder)
+    """Without the prefix cache, since these kernels' sums depend on how many tokens are computed at once."""
+    engine = TinyEngine(folder, prefix_cache=False)
     assert engine.answers(crowd()) == engine.answers(crowd())
 
 

@@ -27,6 +27,7 @@ RANKS: list[list[str]] = [
     ["nanoserve.runner"],
     ["nanoserve.step"],
     ["nanoserve.scheduler"],
+    ["nanoserve.prefix"],
     ["nanoserve.sequence"],
     ["nanoserve.warmup"],
     ["nanoserve.graphs", "nanoserve.backends"],
@@ -58,7 +59,7 @@ NO_TORCH += [
     "async_engine",
     "ops",
 ]
-NO_TORCH += ["sequence", "probe"]
+NO_TORCH += ["sequence", "prefix", "probe"]
 
 
 def rank_of(module: str) -> int:
