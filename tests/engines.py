@@ -150,6 +150,32 @@ class HashRunner:
         return NewToken(sequence, token)
 
 
+class Contents:
+    """What every digest must stand for: the K/V of one full block of a sequence's own tokens, by the hash model.
+
+    A digest that no sequence's tokens explain, such as a discarded token's, is a fault like a wrong content.
+    """
+
+    def __init__(self, pool: BlockPool, prefix: PrefixCache, runner: HashRunner) -> None:
+        self._pool, self._prefix, self._runner = pool, prefix, runner
+        self._expected: dict[bytes, list[int]] = {}
+        self._entries: dict[Sequence, list[int]] = {}
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """`sequences` are all there ever were; their tokens only grow."""
+        size = self._pool.block_size
+        for sequence in sequences:
+            entries = self._entries.setdefault(sequence, [])
+            known = len(entries) // size
+            for token in sequence.tokens[len(entries) :]:
+                entries.append(entry_of(token, len(entries), entries))
+            for index in range(known, len(entries) // size):
+                digest = self._prefix.digests(sequence, index + 1)[index]
+                self._expected[digest] = entries[index * size : (index + 1) * size]
+        for digest, block in self._pool.holders.items():
+            assert self._runner.store[block * size : (block + 1) * size] == self._expected[digest]
+
+
 def entry_of(token: int, position: int, context: list[int]) -> int:
     return hash((token, position, *context))
 
