@@ -93,13 +93,18 @@ class BlockPool:
     def publish(self, block: int, digest: bytes) -> None:
         """`block` is full and written: whoever needs this content may share it from now on.
 
-        Nothing happens if another block holds the same content already.
+        If somebody holds another block with the same content, that one goes on to be shared; a free one gives way, so
+        that what was used last is kept longest.
         """
         assert self._refs[block] > 0, f"block {block} published, and nobody holds it"
         assert self._digests[block] is None, f"block {block} published twice"
-        if digest not in self._holders:
-            self._holders[digest] = block
-            self._digests[block] = digest
+        if (holder := self._holders.get(digest)) is not None:
+            if self._refs[holder] > 0:
+                return
+            self._digests[holder] = None
+            self._free.move_to_end(holder, last=False)
+        self._holders[digest] = block
+        self._digests[block] = digest
 
     def idle(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` are free: sharing them takes as many off the free list."""

@@ -51,20 +51,19 @@ class PrefixCache:
         return blocks
 
     def awaited(self, sequence: Sequence, prefilling: Iterable[Sequence]) -> int:
-        """Leading blocks the sequence shares with one of `prefilling` that computes the next of them now; 0 if none.
+        """Leading blocks the sequence shares with one of `prefilling` that will compute the first it lacks; 0 if none.
 
         It is to be admitted after that one has computed them: to compute them a second time would gain nothing.
         """
-        reusable = self._reusable(sequence)
+        lacking = None
         for other in prefilling:
-            following = other.computed // self._pool.block_size
-            common = min(reusable, other.target // self._pool.block_size)
-            if following >= common:
+            lacking = len(self.find(sequence)) if lacking is None else lacking
+            common = min(self._reusable(sequence), other.target // self._pool.block_size)
+            if not other.computed // self._pool.block_size <= lacking < common:
                 continue
             ours, theirs = self.digests(sequence, common), self.digests(other, common)
-            if ours[following] != theirs[following] or ours[following] in self._pool.holders:
-                continue
-            return next((i for i in range(following, common) if ours[i] != theirs[i]), common)
+            if ours[lacking] == theirs[lacking]:
+                return next((index for index in range(lacking, common) if ours[index] != theirs[index]), common)
         return 0
 
     def count(self, sequence: Sequence) -> None:

@@ -236,10 +236,11 @@ def test_answers_stay_exact_when_a_step_raised_and_was_abandoned() -> None:
     "damage",
     [
         lambda a, b: a.table.blocks.append(b.table.blocks[0]),
+        lambda a, b: a.tokens.__setitem__(0, 22) or a.digests.clear(),
         lambda a, b: a.table.blocks.pop(),
         lambda a, b: setattr(a, "table_row", b.table_row),
     ],
-    ids=["shared block", "lost block", "wrong row"],
+    ids=["shared block", "other content", "lost block", "wrong row"],
 )
 def test_check_speaks_up_when_state_is_damaged(damage: Any) -> None:
     engine, _, _ = hash_engine(blocks=8)
