@@ -205,11 +205,14 @@ class Scheduler:
         return chosen
 
     def _awaited_blocks(self, sequence: Sequence) -> int:
-        """Blocks that a running sequence has or is about to have, of which this one needs the next to be computed."""
+        """Blocks that an earlier arrival has or is about to compute, if they are more than can be shared now.
+
+        Only what came earlier is awaited, so the first never waits, and nobody starves.
+        """
         if self.prefix is None:
             return 0
-        running = (other for other in self._rows if other is not None and other.state is State.PREFILL)
-        return self.prefix.awaited(sequence, running)
+        prefilling = (other for other in self._rows if other is not None and other.state is State.PREFILL)
+        return self.prefix.awaited(sequence, (other for other in prefilling if other.arrival < sequence.arrival))
 
     def _admit(self, sequence: Sequence, kept_blocks: int) -> bool:
         """Give it the last free table row and blocks for all its known tokens and one more, of which those are shared
