@@ -28,6 +28,7 @@ from nanoserve.memory import KVPoolPlan, plan_kv_pool
 from nanoserve.metrics import Metrics
 from nanoserve.models.config import ModelConfig, load_config
 from nanoserve.models.load import LoadedModel, load_model
+from nanoserve.prefix import PrefixCache
 from nanoserve.probe import cores, free_host_bytes
 from nanoserve.readiness import ModelFacts, check_covered, describe_shapes, make_ready, memory_is_enough, price_plan
 from nanoserve.runners import Parts, native_runner, native_weights, paged_runner, rectangle_runner
@@ -200,7 +201,8 @@ def assemble(
     else:
         runner = rectangle_runner(parts, ops or ReferenceOps(), backend)
     budget = StepBudget(config.step_rows, gap_seconds=config.prefill_gap_seconds)
-    scheduler = Scheduler(pool, max_sequences=config.sequences, budget=budget)
+    prefix = PrefixCache(pool) if config.prefix_cache else None
+    scheduler = Scheduler(pool, max_sequences=config.sequences, budget=budget, prefix=prefix)
     return Engine(scheduler, pool, runner, metrics, paranoid=config.paranoid)
 
 

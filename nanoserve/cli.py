@@ -89,6 +89,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         ("bucket-decode", "pad decode batches to a closed set of shapes"),
         ("persist-inputs", "keep step inputs at fixed addresses"),
         ("capture-decode", "record and replay decode graphs"),
+        ("prefix-cache", "reuse what was computed for the same first tokens"),
     ):
         add(f"--{name}", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--graph-backend", default=default.graph_backend, choices=["auto", "eager", "cuda"], help="how to record")

@@ -27,6 +27,8 @@ class EngineConfig:
                        512, or twice max_sequences if that is more
     prefill_gap_seconds  what prompts may add to the time between two tokens of a running stream, where decoding itself
                        does not take longer
+    prefix_cache       share blocks between sequences that start with the same tokens, and keep them as long as there is
+                       room
     kv_memory_bytes    size of the K/V pool; None: `kv_memory_share` of the memory that is free after the weights
     bucket_decode      pad decode batches to a closed set of shapes; off: every batch keeps its own size
     persist_inputs     write step inputs into buffers that keep their address; required by capture_decode
@@ -52,6 +54,7 @@ class EngineConfig:
     width_multiple: int = 128
     max_step_rows: int | None = None
     prefill_gap_seconds: float = 0.05
+    prefix_cache: bool = True
     kv_memory_bytes: int | None = None
     kv_memory_share: float = 0.5
     attention_read: AttentionRead = "auto"

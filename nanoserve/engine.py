@@ -189,6 +189,8 @@ class Engine:
         counters = self._metrics.counters
         counters.eager_steps += bool(plan.decode) and not outcome.replayed
         counters.preempted = self.scheduler.preemptions
+        if (prefix := self.scheduler.prefix) is not None:
+            counters.prefix_queried_tokens, counters.prefix_cached_tokens = prefix.queried_tokens, prefix.cached_tokens
         for sequence, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True):
             # A prompt counts once, when its answer begins: not again when a preempted sequence is computed anew.
             counters.prompt_tokens += sequence.prompt_tokens if chunk.last and not sequence.generated else 0

@@ -127,6 +127,7 @@ class Counters:
     preempted: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    prefix_queried_tokens: int = 0
     prefix_cached_tokens: int = 0
     hits: int = 0
     misses: int = 0
@@ -263,6 +264,7 @@ class Metrics:
             "tokens": {
                 "prompt_total": counters.prompt_tokens,
                 "generated_total": counters.generated_tokens,
+                "prefix_queried_total": counters.prefix_queried_tokens,
                 "prefix_cached_total": counters.prefix_cached_tokens,
             },
             "kv": {

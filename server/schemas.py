@@ -113,6 +113,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     timeout: Number | None = None
     priority: Number | None = None
+    cache_salt: str | None = None
 
     def number(self, name: str) -> Number | None:
         """The field, checked against `LIMITS`; None if it was not sent. Raises InvalidRequest."""

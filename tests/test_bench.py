@@ -374,6 +374,25 @@ def test_mixed_ends_in_one_line_when_the_context_is_too_short(
     assert "lower --prompt-tokens or --stream-tokens" in capsys.readouterr().err.splitlines()[-1]
 
 
+# --- bench prefix ----------------------------------------------------------------------------------------------------
+
+
+def test_prefix_reuses_the_first_turn_and_answers_alike_when_the_model_is_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_served_model(tmp_path / "tiny", num_hidden_layers=1)
+    turns = ["--history", "70", "--generated", "5", "--added", "3", "--repeats", "2"]
+    flags = ["--model", folder, "--kernels", "reference", "--threads", "1", *turns, "--csv", tmp_path / "csv"]
+    out, result = bench(capsys, "prefix", *flags)
+    assert [(each["prompt_tokens"], each["cached_tokens"]) for each in result["turns"]] == [(70, 0), (78, 64), (78, 0)]
+    assert all(0 < each["least_seconds"] <= each["ttft_seconds"] for each in result["turns"])
+    first, second, _ = (each["ttft_seconds"] for each in result["turns"])
+    assert result["second_over_first"] == pytest.approx(second / first)
+    assert result["answers_equal"] is True
+    assert "answers with and without the cache are equal" in out
+    assert (tmp_path / "csv" / "prefix-turns.csv").read_text().startswith("turn,prompt_tokens,cached_tokens")
+
+
 # --- bench serve -----------------------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ RANKS: list[list[str]] = [
     ["nanoserve.runner"],
     ["nanoserve.step"],
     ["nanoserve.scheduler"],
-    ["nanoserve.turns", "nanoserve.budget"],
+    ["nanoserve.turns", "nanoserve.budget", "nanoserve.prefix"],
     ["nanoserve.sequence"],
     ["nanoserve.warmup"],
     ["nanoserve.graphs", "nanoserve.backends"],
@@ -66,7 +66,7 @@ NO_TORCH += [
     "async_engine",
     "ops",
 ]
-NO_TORCH += ["sequence", "probe", "turns", "budget", "admission"]
+NO_TORCH += ["sequence", "probe", "turns", "budget", "admission", "prefix"]
 
 
 def rank_of(module: str) -> int:

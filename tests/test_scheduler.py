@@ -82,7 +82,9 @@ def test_requests_start_in_order_of_arrival_when_rows_are_few() -> None:
     while engine.scheduler.has_work:
         plan = engine.plan()
         assert plan is not None
-        started += [s for s, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True) if chunk.start == 0]
+        started += [
+            s for s, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True) if chunk.start == s.cached_tokens
+        ]
         assert len(plan.decode) + plan.prefill_tokens <= 8
         engine.commit(plan, engine.launch(plan))
         check_mirror(engine, runner.slots)
@@ -179,7 +181,7 @@ def test_blocks_are_back_at_once_when_a_sequence_is_ended_between_steps(when: st
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_blocks_are_kept_until_commit_when_a_step_in_flight_addresses_them(phase: str) -> None:
     engine, runner, pool = hash_engine(blocks=8)
-    victim, other = sequence_of(prompt_of(5, 1)), sequence_of(prompt_of(5))
+    victim, other = sequence_of([9, 8, 7, 6, 5]), sequence_of(prompt_of(5))
     engine.add(victim)
     engine.add(other)
     if phase == "decode":
@@ -235,14 +237,15 @@ def test_answers_stay_exact_when_a_step_raised_and_was_abandoned() -> None:
     "damage",
     [
         lambda a, b: a.table.blocks.append(b.table.blocks[0]),
+        lambda a, b: a.tokens.__setitem__(0, 22) or a.digests.clear(),
         lambda a, b: a.table.blocks.pop(),
         lambda a, b: setattr(a, "table_row", b.table_row),
     ],
-    ids=["shared block", "lost block", "wrong row"],
+    ids=["shared block", "other content", "lost block", "wrong row"],
 )
 def test_check_speaks_up_when_state_is_damaged(damage: Any) -> None:
     engine, _, _ = hash_engine(blocks=8)
-    a, b = sequence_of(prompt_of(5)), sequence_of(prompt_of(5, 1))
+    a, b = sequence_of(prompt_of(5)), sequence_of([9, 8, 7, 6, 5])
     engine.add(a)
     engine.add(b)
     engine.step()

@@ -21,7 +21,14 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from nanoserve.bench.flags import add_engine_flags, add_mixed_flags, add_serve_flags, add_stalls_flags, add_warm_flags
+from nanoserve.bench.flags import (
+    add_engine_flags,
+    add_mixed_flags,
+    add_prefix_flags,
+    add_serve_flags,
+    add_stalls_flags,
+    add_warm_flags,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,7 @@ MEASUREMENTS = (
     ),
     Measurement("engine", "seconds of whole decode and prefill steps, and the bandwidth they take", add_engine_flags),
     Measurement("mixed", "gaps of running streams while a long prompt is computed", add_mixed_flags),
+    Measurement("prefix", "first token of a chat's second turn, with and without the prefix cache", add_prefix_flags),
     Measurement("serve", "load over SSE on a running server: tokens/s, first token, gaps", add_serve_flags),
     Measurement("stalls", "gaps between one client's tokens, with and without warming", add_stalls_flags),
 )

@@ -81,6 +81,20 @@ def add_mixed_flags(parser: argparse.ArgumentParser) -> None:
     add("--csv", type=Path, metavar="DIR", help="write the table there")
 
 
+def add_prefix_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model and kernels").add_argument
+    add("--model", default=EngineConfig().model, help="folder, .gguf file, hub id or short name")
+    add("--kernels", default="auto", choices=get_args(Kernels), help="what computes")
+    add("--threads", type=int, help="compute threads (default: one per core)")
+    add = parser.add_argument_group("the conversations").add_argument
+    add("--history", type=int, default=2000, metavar="N", help="tokens of the first turn's prompt")
+    add("--generated", type=int, default=32, metavar="N", help="tokens of each answer")
+    add("--added", type=int, default=32, metavar="N", help="tokens the second turn adds to prompt and answer")
+    add("--repeats", type=int, default=5, help="conversations; a figure is their median")
+    add = parser.add_argument_group("output").add_argument
+    add("--csv", type=Path, metavar="DIR", help="write the table there")
+
+
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the server").add_argument
     add("--url", default="http://127.0.0.1:8000", help="its address, without /v1")
