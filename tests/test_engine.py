@@ -109,10 +109,10 @@ def family() -> list[Ask]:
     [
         {},
         EAGER,
-        {"prefill_tokens": 7},
-        {"blocks": 9, "prefill_tokens": 11, "max_sequences": 5},
+        {"max_step_rows": 8},
+        {"blocks": 9, "max_step_rows": 11, "max_sequences": 5},
         {"attention_read": "paged"},
-        {"attention_read": "paged", "blocks": 9, "prefill_tokens": 11, "max_sequences": 5},
+        {"attention_read": "paged", "blocks": 9, "max_step_rows": 11, "max_sequences": 5},
     ],
     ids=["recorded", "eager", "chunks of 7", "tiny", "paged", "paged and tiny"],
 )

@@ -64,7 +64,7 @@ def test_answers_equal_solo_runs_to_the_bit_when_many_are_served(
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"prefill_tokens": 7}, {"blocks": 9, "prefill_tokens": 11, "max_sequences": 5}],
+    [{}, {"max_step_rows": 8}, {"blocks": 9, "max_step_rows": 11, "max_sequences": 5}],
     ids=["together", "chunks of 7", "tiny"],
 )
 def test_answers_equal_computed_ones_to_the_bit_when_prefixes_are_reused(folder: Path, fields: dict[str, Any]) -> None:
