@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from nanoserve.admission import Admission, Limits
 from nanoserve.boot import Boot, Booted, BootProgress
 from nanoserve.completion import Completion
 from nanoserve.engine_thread import EngineThread
-from nanoserve.errors import ClientError, Draining, EngineFailed, InvalidRequest, NotReady, QueueFull, StartupError
-from nanoserve.intake import Intake
+from nanoserve.errors import ClientError, Draining, EngineFailed, NotReady, QueueFull, StartupError
 from nanoserve.live import LiveFeed
 from nanoserve.metrics import Metrics
 from nanoserve.output import OutputProcessor
@@ -38,7 +38,7 @@ IDLE_TICK_SECONDS = 1.0
 HANDLER_TURNS = 3
 """Turns of the loop in which the handlers that were told something write it to their clients."""
 STUCK_SECONDS = 120.0
-"""A step that runs longer than this makes the engine unready; no shape of a supported model takes so long."""
+"""A step or a recording that takes longer makes the engine unready; no shape of a supported model takes so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,14 @@ class AsyncEngine:
     """
 
     def __init__(
-        self, boot: Boot, metrics: Metrics, *, model_names: tuple[str, ...], version: str, max_queued: int = 1024
+        self, boot: Boot, metrics: Metrics, *, model_names: tuple[str, ...], version: str, limits: Limits | None = None
     ) -> None:
         self._boot = boot
         self._metrics = metrics
         self._model_names = model_names
         self._version = version
-        self._max_queued = max_queued
+        self._limits = limits or Limits()
+        self._admission = Admission(self._limits, metrics)
         self._created = int(time.time())
         self._feed = LiveFeed()
         self._progress = BootProgress("starting")
@@ -87,7 +88,7 @@ class AsyncEngine:
         self._draining = False
         self._drain_until = float("inf")
         self._wake = asyncio.Event()
-        self._step_started: float | None = None
+        self._busy_since: float | None = None
         self._timeouts: dict[str, asyncio.TimerHandle] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._thread: EngineThread | None = None
@@ -120,21 +121,10 @@ class AsyncEngine:
         """See `server.seam.Engine.submit`."""
         booted, _ = self._require_ready()
         submitted_at = time.monotonic()
-        scheduler = booted.engine.scheduler
         try:
-            sequences = await self._sequences(booted.intake, request)
+            sequences = await self._sequences(booted, request)
             _, outputs = self._require_ready()  # a long prompt took its time
-            if len(sequences) > self._max_queued:
-                raise InvalidRequest(
-                    f"n is {len(sequences)}; the queue holds {self._max_queued}; lower n or raise --max-queued",
-                    param="n",
-                )
-            if scheduler.waiting + len(sequences) > self._max_queued:
-                raise QueueFull(
-                    f"{scheduler.waiting} sequences wait and this request adds {len(sequences)}; the limit is "
-                    f"{self._max_queued}; try again later or raise --max-queued",
-                    retry_after_seconds=self._queue_seconds(scheduler.waiting),
-                )
+            self._admission.check(booted.engine.scheduler, sequences)
         except (ClientError, QueueFull):
             self._metrics.counters.rejected += 1
             raise
@@ -148,10 +138,13 @@ class AsyncEngine:
         outputs.open(request, sequences, sink, submitted_at)
         for sequence in sequences:
             booted.engine.add(sequence)
-        if request.timeout_seconds is not None:
-            loop = asyncio.get_running_loop()
-            self._timeouts[request.request_id] = loop.call_later(
-                request.timeout_seconds, self._end, request.request_id, "timeout"
+        timeout = request.timeout_seconds
+        if timeout is None:
+            timeout = self._limits.request_timeout_seconds
+        if timeout is not None:
+            left = max(0.0, submitted_at + timeout - time.monotonic())
+            self._timeouts[request.request_id] = asyncio.get_running_loop().call_later(
+                left, self._end, request.request_id, "timeout"
             )
         self._wake.set()
         return stream
@@ -211,11 +204,18 @@ class AsyncEngine:
 
     # --- admission -----------------------------------------------------------------------------------------
 
-    async def _sequences(self, intake: Intake, request: Request) -> list[Sequence]:
-        """Read the prompt; a long one on a thread of its own, since its seconds would be everybody's."""
+    async def _sequences(self, booted: Booted, request: Request) -> list[Sequence]:
+        """Read the prompt; a long one on a thread of its own, since its seconds would be everybody's. Meanwhile its
+        choices count as waiting."""
+        intake, admission, choices = booted.intake, self._admission, request.params.n
         if self._reader is None or not intake.is_long(request.prompt):
             return intake.sequences(request)
-        return await self._reader.submit(intake.sequences, request)
+        admission.check_coming(booted.engine.scheduler, choices)
+        admission.coming += choices
+        try:
+            return await self._reader.submit(intake.sequences, request)
+        finally:
+            admission.coming -= choices
 
     def _require_ready(self) -> tuple[Booted, OutputProcessor]:
         if self._failure is not None:
@@ -230,12 +230,6 @@ class AsyncEngine:
                 retry_after_seconds=progress.eta_seconds or 2,
             )
         return self._booted, self._outputs
-
-    def _queue_seconds(self, waiting: int) -> float:
-        """How long the queue takes at the rate requests have ended so far."""
-        ended = self._metrics.counters.finished
-        uptime = self._metrics.uptime_seconds()
-        return waiting * uptime / ended if ended else 10.0
 
     def _end(self, request_id: str, reason: FinishReason) -> None:
         if self._outputs is not None and request_id in self._outputs:
@@ -258,7 +252,7 @@ class AsyncEngine:
         return "degraded" if self._booted.degraded() else "ready"
 
     def _stuck(self) -> bool:
-        return self._step_started is not None and time.monotonic() - self._step_started > STUCK_SECONDS
+        return self._busy_since is not None and time.monotonic() - self._busy_since > STUCK_SECONDS
 
     def _boot_event(self) -> dict[str, Any]:
         event: dict[str, Any] = {"type": "boot", **asdict(self._progress)}
@@ -342,13 +336,15 @@ class AsyncEngine:
                 assert not engine.scheduler.has_work, "sequences wait, and nothing runs that could make room for them"
                 if engine.background:
                     # One at a time, so that a request that comes now waits for one recording at most.
+                    self._busy_since = time.monotonic()
                     await thread.submit(engine.capture_in_background)
+                    self._busy_since = None
                     continue
                 self._wake.clear()
                 await self._wake.wait()
                 continue
             outputs.scheduled(plan.chunk_sequences)
-            self._step_started = time.monotonic()
+            self._busy_since = time.monotonic()
             if engine.starts:
                 # The compute threads are not Python's: no hop to another thread, and none to compete for the GIL.
                 started = engine.start(plan, completion.write_fd)
@@ -362,5 +358,5 @@ class AsyncEngine:
                 step = thread.submit(engine.launch, plan)
                 outputs.deliver(undelivered)
                 outcome = await step
-            self._step_started = None
+            self._busy_since = None
             undelivered = engine.commit(plan, outcome)

@@ -16,6 +16,7 @@ import torch
 
 from nanoserve.blocks import BlockPool
 from nanoserve.boot import Booted, BootProgress, Report, Timeline
+from nanoserve.budget import StepBudget
 from nanoserve.choices import Choices, check_config, choose, pick_backend, pick_dtype, pick_quantise
 from nanoserve.config import EngineConfig
 from nanoserve.engine import Engine
@@ -28,6 +29,7 @@ from nanoserve.memory import KVPoolPlan, plan_kv_pool
 from nanoserve.metrics import Metrics
 from nanoserve.models.config import ModelConfig, load_config
 from nanoserve.models.load import LoadedModel, load_model
+from nanoserve.prefix import PrefixCache
 from nanoserve.probe import cores, free_host_bytes
 from nanoserve.readiness import ModelFacts, check_covered, describe_shapes, make_ready, memory_is_enough, price_plan
 from nanoserve.runners import Parts, native_runner, native_weights, paged_runner, rectangle_runner
@@ -148,7 +150,7 @@ def prepare(
     pool_plan = plan_pool(choices, loaded.config, loaded.dtype)
     log.info("%s kernels; %s", choices.kernels, loaded.describe())
     log.info(pool_plan.describe())
-    with memory_is_enough("the step buffers", "--max-sequences, --max-model-len, --prefill-tokens or --width-multiple"):
+    with memory_is_enough("the step buffers", "--max-sequences, --max-model-len, --max-step-rows or --width-multiple"):
         engine = assemble(choices, loaded, pool_plan, metrics, ops=ops, backend=backend)
         if config.prefault:
             engine.runner.cache.prefault()
@@ -221,7 +223,9 @@ def assemble(
         runner = paged_runner(parts, ops or ReferenceOps(), backend or pick_backend(config, choices.device))
     else:
         runner = rectangle_runner(parts, ops or ReferenceOps(), backend)
-    scheduler = Scheduler(pool, max_sequences=config.sequences, prefill_tokens=config.prefill_tokens)
+    budget = StepBudget(config.step_rows, gap_seconds=config.prefill_gap_seconds)
+    prefix = PrefixCache(pool) if config.prefix_cache else None
+    scheduler = Scheduler(pool, max_sequences=config.sequences, budget=budget, prefix=prefix)
     return Engine(scheduler, pool, runner, metrics, paranoid=config.paranoid)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -24,8 +25,9 @@ COUNTS = {
     "max_sequences": 1 << 16,
     "block_size": 1 << 16,
     "width_multiple": 1 << 20,
-    "prefill_tokens": 1 << 20,
+    "max_step_rows": 1 << 20,
     "max_queued": MAX_COUNT,
+    "max_queued_tokens": MAX_COUNT,
     "warm_rows": MAX_COUNT,
     "warm_width": MAX_COUNT,
     "threads": 1024,  # OpenMP ends the process when the system has no thread left to give
@@ -35,6 +37,8 @@ NATIVE_BLOCK, NATIVE_LANES, NATIVE_MAX_HEAD_DIM = 16, 16, 256
 RECTANGLE_SEQUENCES, PAGED_SEQUENCES = 8, 32
 """How many sequences run at once by default: a rectangle pays for every row at every width, a paged step only for what
 there is."""
+STEP_ROWS = 512
+"""Rows of a step by default: from here on more rows make a step longer and hardly make better use of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,14 @@ def choose(config: EngineConfig, model: ModelConfig | None = None) -> Choices:
     if read == "paged" and library is None and device.type == "cuda":
         raise ConfigError("the paged read has no kernel that a CUDA graph can hold; drop --attention-read paged")
     sequences = config.max_sequences or (PAGED_SEQUENCES if read == "paged" else RECTANGLE_SEQUENCES)
-    return Choices(replace(config, attention_read=read, max_sequences=sequences), device, library)
+    rows = config.max_step_rows or max(STEP_ROWS, 2 * sequences)
+    if rows < sequences:
+        raise ConfigError(
+            f"--max-step-rows is {rows}; {sequences} sequences may decode in one step, a row each; "
+            f"raise it to at least {sequences}, or lower --max-sequences"
+        )
+    chosen = replace(config, attention_read=read, max_sequences=sequences, max_step_rows=rows)
+    return Choices(chosen, device, library)
 
 
 def check_config(config: EngineConfig) -> None:
@@ -71,10 +82,15 @@ def check_config(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value is not None and not 1 <= value <= limit:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be from 1 to {limit:,}")
-    for name in ("warmup_seconds", "self_test_seconds"):
+    for name in ("warmup_seconds", "self_test_seconds", "prefill_gap_seconds"):
         value = getattr(config, name)
         if value is not None and not value >= 0.0:  # NaN is refused too
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be a number of seconds, at least 0")
+    if config.request_timeout_seconds is not None and not 0.0 < config.request_timeout_seconds < math.inf:
+        raise ConfigError(
+            f"--request-timeout is {config.request_timeout_seconds}; it must be a number of seconds above 0; "
+            "leave it out for no limit"
+        )
     if config.max_model_len is not None and config.max_model_len < 2:
         raise ConfigError(f"--max-model-len is {config.max_model_len}; a prompt and an answer need at least 2 tokens")
     if config.capture_decode and not (config.bucket_decode and config.persist_inputs):

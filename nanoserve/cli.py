@@ -15,6 +15,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.errors import ClientError, StartupError
 from nanoserve.probe import share_cores
 
+TIMEOUT_HELP = "for requests that name none, from arrival to the last token (default: no limit)"
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
@@ -89,7 +90,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, help="tokens of prompt and answer together (default: the model's)")
     add("--max-sequences", type=int, help="sequences that run at once (default: 32; 8 where the read is a rectangle)")
     add("--max-queued", type=int, default=default.max_queued, help="waiting sequences before requests are refused")
-    add("--prefill-tokens", type=int, default=default.prefill_tokens, help="prompt tokens one step may compute")
+    add("--max-queued-tokens", type=int, help="waiting prompt tokens before requests are refused (default: no limit)")
+    add("--request-timeout", type=float, dest="request_timeout_seconds", metavar="SECONDS", help=TIMEOUT_HELP)
+    add("--max-step-rows", type=int, help="rows of a step: decoding sequences and prompt tokens (default: 512)")
+    add("--prefill-gap-seconds", type=float, default=default.prefill_gap_seconds, help="prompts may add to a gap")
     add("--block-size", type=int, default=default.block_size, help="tokens in a K/V block")
     add("--kv-memory", type=parse_bytes, dest="kv_memory_bytes", help="size of the K/V pool, such as 512M or 2G")
     add("--kv-memory-share", type=float, default=default.kv_memory_share, help="of free memory, without --kv-memory")
@@ -101,6 +105,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         ("bucket-decode", "pad decode batches to a closed set of shapes"),
         ("persist-inputs", "keep step inputs at fixed addresses"),
         ("capture-decode", "record and replay decode graphs"),
+        ("prefix-cache", "reuse what was computed for the same first tokens"),
     ):
         add(f"--{name}", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--graph-backend", default=default.graph_backend, choices=["auto", "eager", "cuda"], help="how to record")
@@ -164,6 +169,7 @@ def run_serve(args: argparse.Namespace) -> int:
     # The imports to come make a hundred thousand objects that live for ever: looking for garbage among them again and
     # again is a tenth of the start.
     gc.disable()
+    from nanoserve.admission import Limits
     from nanoserve.async_engine import AsyncEngine
     from nanoserve.metrics import Metrics
     from nanoserve.source import check_source, resolve
@@ -197,7 +203,8 @@ def run_serve(args: argparse.Namespace) -> int:
             gc.enable()
 
     name = server_config.served_model_name or source.name
-    engine = AsyncEngine(boot, metrics, model_names=(name,), version=__version__, max_queued=config.max_queued)
+    limits = Limits(config.max_queued, config.max_queued_tokens, config.request_timeout_seconds)
+    engine = AsyncEngine(boot, metrics, model_names=(name,), version=__version__, limits=limits)
     end_process(serve(engine, server_config, sockets))
 
 

@@ -27,7 +27,12 @@ class EngineConfig:
     attention_read     auto: paged on the native kernels, else rectangle
     block_size         slots per block
     width_multiple     rectangle widths are multiples of this (tokens)
-    prefill_tokens     prompt tokens one step may compute (the chunk budget)
+    max_step_rows      rows of a step, one for each decoding sequence and each prompt token (the token budget); None:
+                       512, or twice max_sequences if that is more
+    prefill_gap_seconds  what prompts may add to the time between two tokens of a running stream, where decoding itself
+                       does not take longer
+    prefix_cache       share blocks between sequences that start with the same tokens, and keep them as long as there is
+                       room
     prefault           touch the whole K/V pool at boot; off: its memory is taken as tokens fill it
     kv_memory_bytes    size of the K/V pool; None: `kv_memory_share` of the memory that is free after the weights
     bucket_decode      pad decode batches to a closed set of shapes; off: every batch keeps its own size
@@ -39,7 +44,9 @@ class EngineConfig:
     warm_list          file holding the shapes served last time; warmed first, saved at shutdown
     strict_shapes      an uncovered shape is a start-up error, and a later miss a failure
     paranoid           run the per-step gates and the integrity check after every step
-    max_queued         waiting requests beyond which a submit is refused
+    max_queued         waiting sequences beyond which a submit is refused
+    max_queued_tokens  waiting prompt tokens beyond which a submit is refused, unless nobody waits; None: no limit
+    request_timeout_seconds  how long a request that names no timeout may take, waiting included; None: no limit
     threads            compute threads; None: one per core
     """
 
@@ -52,7 +59,9 @@ class EngineConfig:
     max_sequences: int | None = None
     block_size: int = 16
     width_multiple: int = 128
-    prefill_tokens: int = 512
+    max_step_rows: int | None = None
+    prefill_gap_seconds: float = 0.05
+    prefix_cache: bool = True
     kv_memory_bytes: int | None = None
     kv_memory_share: float = 0.5
     prefault: bool = False
@@ -70,6 +79,8 @@ class EngineConfig:
     strict_shapes: bool = False
     paranoid: bool = False
     max_queued: int = 1024
+    max_queued_tokens: int | None = None
+    request_timeout_seconds: float | None = None
     threads: int | None = None
 
     @property
@@ -77,3 +88,9 @@ class EngineConfig:
         """`max_sequences`, once it has been chosen."""
         assert self.max_sequences is not None, "max_sequences is still open"
         return self.max_sequences
+
+    @property
+    def step_rows(self) -> int:
+        """`max_step_rows`, once it has been chosen."""
+        assert self.max_step_rows is not None, "max_step_rows is still open"
+        return self.max_step_rows

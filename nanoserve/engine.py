@@ -168,6 +168,7 @@ class Engine:
             sequence.steps += 1
             sequence.replays += outcome.chunks_replayed
             sequence.eager_steps += not outcome.chunks_replayed
+        started = [sequence for sequence in plan.chunk_sequences if sequence.steps == 1]
         kind: StepKind = "mixed" if plan.decode and plan.chunks else "decode" if plan.decode else "prefill"
         decoded, prefilled = len(plan.decode), plan.prefill_tokens
         shape = outcome.shape
@@ -184,11 +185,16 @@ class Engine:
                 decode_tokens=decoded,
                 prefill_tokens=prefilled,
                 prefill_eager=bool(plan.chunks) and not outcome.chunks_replayed,
+                started=len(started),
+                started_tokens=sum(sequence.target for sequence in started),
             )
         )
+        self.scheduler.budget.observe(decoded, prefilled, outcome.seconds)
         counters = self._metrics.counters
         counters.eager_steps += bool(plan.decode) and not outcome.replayed
         counters.preempted = self.scheduler.preemptions
+        if (prefix := self.scheduler.prefix) is not None:
+            counters.prefix_queried_tokens, counters.prefix_cached_tokens = prefix.queried_tokens, prefix.cached_tokens
         for sequence, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True):
             # A prompt counts once, when its answer begins: not again when a preempted sequence is computed anew.
             counters.prompt_tokens += sequence.prompt_tokens if chunk.last and not sequence.generated else 0

@@ -90,6 +90,8 @@ class Intake:
                 stop_token_ids=frozenset(params.stop_token_ids),
                 eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
                 block_size=self._block_size,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
             )
             for choice in range(params.n)
         ]

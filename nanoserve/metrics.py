@@ -44,13 +44,39 @@ class Window:
         return result
 
 
+class StartRate:
+    """How fast sequences have left the queue lately: the last 60 seconds in slices of one, idle time left out."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._slices: deque[list[float]] = deque()  # [second, busy seconds, sequences, their tokens]
+
+    def add(self, seconds: float, sequences: int, tokens: int) -> None:
+        """A step of `seconds` in which so many sequences left the queue, with so many tokens to compute."""
+        second = self._clock() // 1.0
+        if not self._slices or self._slices[-1][0] != second:
+            self._slices.append([second, 0.0, 0, 0])
+        newest = self._slices[-1]
+        newest[1], newest[2], newest[3] = newest[1] + seconds, newest[2] + sequences, newest[3] + tokens
+
+    def seconds_for(self, *, sequences: int = 0, tokens: int = 0) -> float:
+        """How long until so many sequences, or sequences of so many tokens, have left the queue at that rate.
+
+        If none did, as long again as the steps of the last minute took. At least a second."""
+        horizon = self._clock() - WINDOW_SECONDS
+        while self._slices and self._slices[0][0] < horizon:
+            self._slices.popleft()
+        busy, left, left_tokens = (sum(each[index] for each in self._slices) for index in (1, 2, 3))
+        return max(1.0, busy * max(sequences / left, tokens / left_tokens) if left else busy)
+
+
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """What one step was. `rows` is the padded row count; `width` is None where the read has none (paged, prefill).
 
     `promised` says the step should have replayed a graph (rectangle read: it has a decode part; paged read: always).
     `decode` and `prefill` count tokens: one per decode row, and the prompt tokens computed; `prefill_eager` says that
-    those ran without a graph.
+    those ran without a graph. `started` sequences, with `started_tokens` to compute, took part in their first step.
     """
 
     kind: StepKind
@@ -64,6 +90,8 @@ class StepRecord:
     decode_tokens: int
     prefill_tokens: int
     prefill_eager: bool = False
+    started: int = 0
+    started_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -99,6 +127,7 @@ class Counters:
     preempted: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    prefix_queried_tokens: int = 0
     prefix_cached_tokens: int = 0
     hits: int = 0
     misses: int = 0
@@ -140,6 +169,7 @@ class Metrics:
         self.gauges = Gauges()
         self.counters = Counters()
         self.latency = Latencies(*(Window(clock) for _ in range(4)))
+        self.starts = StartRate(clock)
         self.graph_stats: Callable[[], dict[str, Any]] = dict
         self.graph_shapes: Callable[[], list[dict[str, Any]]] = list
         self._steps_total = 0
@@ -159,6 +189,7 @@ class Metrics:
             counters.misses += 1
         counters.prefill_eager_steps += step.prefill_eager
         self.latency.step_seconds.add(step.seconds)
+        self.starts.add(step.seconds, step.started, step.started_tokens)
         self._steps_total += 1
         self._tally_steps += 1
         self._tally_tokens += step.decode_tokens
@@ -233,6 +264,7 @@ class Metrics:
             "tokens": {
                 "prompt_total": counters.prompt_tokens,
                 "generated_total": counters.generated_tokens,
+                "prefix_queried_total": counters.prefix_queried_tokens,
                 "prefix_cached_total": counters.prefix_cached_tokens,
             },
             "kv": {

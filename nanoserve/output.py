@@ -178,7 +178,12 @@ class OutputProcessor:
         first_at = state.first_token_at
         return Finished(
             finish_reasons=reasons,
-            usage=Usage(sequences[0].prompt_tokens, sum(sequence.generated for sequence in sequences)),
+            usage=Usage(
+                prompt_tokens=sequences[0].prompt_tokens,
+                completion_tokens=sum(sequence.generated for sequence in sequences),
+                # The first choice's: the others reuse what this request computed itself.
+                cached_tokens=sequences[0].cached_tokens or 0,
+            ),
             graph=GraphUse(
                 steps=steps,
                 replays=sum(sequence.replays for sequence in sequences),

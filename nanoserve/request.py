@@ -81,12 +81,19 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and how to continue it. `request_id` is ours and unique in the process."""
+    """One prompt and how to continue it. `request_id` is ours and unique in the process.
+
+    timeout_seconds  from arrival to the last token, waiting included; None: the server's default
+    priority         the lower, the sooner (as in vLLM)
+    cache_salt  what was computed under one salt is reused under the same salt alone
+    """
 
     request_id: str
     prompt: Prompt
     params: SamplingParams = field(default_factory=SamplingParams)
     timeout_seconds: float | None = None
+    priority: int = 0
+    cache_salt: str = ""
 
 
 # --- what comes back ---------------------------------------------------------------------------------------------
@@ -106,6 +113,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """`cached_tokens` of the prompt tokens were not computed, because an earlier request had."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0

@@ -57,11 +57,6 @@ class Parts:
     def history(self) -> HistoryTable:
         return HistoryTable(self.choices.config.sequences, self.pool.max_model_len, self.choices.device)
 
-    @property
-    def max_step_rows(self) -> int:
-        """Step rows of the paged read: every sequence decodes beside a full budget of prompt tokens."""
-        return self.choices.config.sequences + self.choices.config.prefill_tokens
-
 
 def rectangle_runner(parts: Parts, ops: ReferenceOps, backend: GraphBackend | None) -> Runner:
     config, device = parts.choices.config, parts.choices.device
@@ -85,7 +80,7 @@ def rectangle_runner(parts: Parts, ops: ReferenceOps, backend: GraphBackend | No
 
 
 def paged_runner(parts: Parts, ops: ReferenceOps, backend: GraphBackend) -> PagedRunner:
-    inputs = StepInputs(parts.max_step_rows + NEVER_REAL, parts.last_tokens)
+    inputs = StepInputs(parts.choices.config.step_rows + NEVER_REAL, parts.last_tokens)
     return _paged(parts, ops, ops, inputs, backend, parts.loaded.dtype)
 
 
@@ -97,12 +92,12 @@ def native_runner(parts: Parts, library: NativeLibrary) -> PagedRunner:
     from nanoserve.kernels.native_arena import Arena
 
     model = parts.loaded.config
-    inputs = StepInputs(parts.max_step_rows + NEVER_REAL, parts.last_tokens)
+    inputs = StepInputs(parts.choices.config.step_rows + NEVER_REAL, parts.last_tokens)
     pool = library.pool(parts.choices.config.threads or cores())
     ops = NativeOps(
         pool,
         Arena(_arena_bytes(parts)),
-        max_rows=parts.max_step_rows,
+        max_rows=parts.choices.config.step_rows,
         live_rows=inputs.real_rows,
         live_logit_rows=inputs.real_logit_rows,
         head_dim=model.head_dim,
@@ -136,8 +131,8 @@ def _paged(
         SlotTable(config.sequences, parts.pool.max_model_len, cache.sink_slot, parts.choices.device),
         parts.history(),
         inputs,
-        parts.last_tokens.new_zeros((parts.max_step_rows + NEVER_REAL, hidden_size), dtype=activations),
-        shapes=PagedShapes.build(max_step_rows=parts.max_step_rows, max_logit_rows=config.sequences),
+        parts.last_tokens.new_zeros((parts.choices.config.step_rows + NEVER_REAL, hidden_size), dtype=activations),
+        shapes=PagedShapes.build(max_step_rows=parts.choices.config.step_rows, max_logit_rows=config.sequences),
         graphs=GraphSet(backend, read="paged"),
         relay=relay,
         strict=config.strict_shapes,
@@ -148,7 +143,7 @@ def _paged(
 def _arena_bytes(parts: Parts) -> int:
     """Address space for the widest body and, beside it, the logits of every head of either kind and one that adjusts
     them; touched only where it is used."""
-    model, rows = parts.loaded.config, parts.max_step_rows
+    model, rows = parts.loaded.config, parts.choices.config.step_rows
     widest = 8 * model.hidden_size + 2 * model.qkv_size + 6 * model.intermediate_size
     logits = 7 * parts.choices.config.sequences * (model.vocab_size + 2 * model.hidden_size)
     return 4 * (2 * rows * widest + logits) + (64 << 20)

@@ -1,10 +1,14 @@
 """Who runs next: waiting and running sequences, chunked prefill, preemption by recompute. Integers only, no torch.
 
-Sole writer of the request lifecycle and, through the BlockPool, of who holds which block. First come, first served.
+Sole writer of the request lifecycle and, through the BlockPool, of who holds which block. Who is next and who gives way
+is `turns`' to say, how much a step may hold `budget`'s.
 
     waiting --admit: a table row and blocks for all known tokens--> prefill --last chunk--> decode --> finished
        ^                                                             |                        |
-       +------------------- preempted: blocks given back, all known tokens computed again ----+
+       +------- preempted: blocks given back, all known tokens found in the cache or computed again
+
+Full blocks that committed steps have written are shared with whoever starts with the same tokens (`prefix`). What a
+sequence writes goes into blocks that it alone holds.
 
 Decoding sequences hold table rows 0 … n - 1 without a gap, so a decode batch is a window on the slot table; prefilling
 ones hold any row above. A step in flight addresses blocks, so what ends meanwhile keeps them until `commit`.
@@ -12,27 +16,38 @@ ones hold any row above. A step in flight addresses blocks, so what ends meanwhi
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 
 from nanoserve.blocks import BlockPool, blocks_for
 from nanoserve.buckets import DecodeRow
+from nanoserve.budget import StepBudget
 from nanoserve.errors import PoolExhausted
+from nanoserve.prefix import PrefixCache
 from nanoserve.request import FinishReason
 from nanoserve.sequence import ChunkPlan, Sequence, State, StepPlan
+from nanoserve.turns import WaitingLine, serving_order, turn
 
 
 class Scheduler:
-    """`plan` says what the next step is, `commit` takes its tokens; between the two a step is in flight."""
+    """`plan` says what the next step is, `commit` takes its tokens; between the two a step is in flight.
 
-    def __init__(self, pool: BlockPool, *, max_sequences: int, prefill_tokens: int) -> None:
+    prefix  finds blocks that hold what a sequence would compute; None: everything is computed
+    """
+
+    def __init__(
+        self, pool: BlockPool, *, max_sequences: int, budget: StepBudget, prefix: PrefixCache | None = None
+    ) -> None:
+        assert budget.max_step_rows >= max_sequences, "a step has fewer rows than sequences may decode in it"
+        self.prefix = prefix
         self._pool = pool
-        self._prefill_tokens = prefill_tokens
-        self._waiting: deque[Sequence] = deque()
+        self.budget = budget
+        self.max_sequences = max_sequences
+        self._waiting = WaitingLine()
         self._rows: list[Sequence | None] = [None] * max_sequences
         self._arrivals = 0
         self._in_flight: StepPlan | None = None
         self._dirty: set[int] = set()
+        self._reused_slots: list[tuple[int, int, tuple[int, ...]]] = []
         self.preemptions = 0
 
     # --- what others may ask -------------------------------------------------------------------------------
@@ -42,8 +57,18 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def waiting_tokens(self) -> int:
+        """Tokens that the prefills of the waiting sequences will have to compute."""
+        return self._waiting.tokens
+
+    @property
     def running(self) -> int:
         return sum(sequence is not None for sequence in self._rows)
+
+    @property
+    def free_rows(self) -> int:
+        """Sequences that may still be admitted beside those that run."""
+        return self._rows.count(None)
 
     @property
     def has_work(self) -> bool:
@@ -60,7 +85,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         sequence.arrival = self._arrivals
         self._arrivals += 1
-        self._waiting.append(sequence)
+        self._waiting.add(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence for a reason no token shows: a stop string, an abort, a deadline. A second call is ignored.
@@ -107,7 +132,8 @@ class Scheduler:
             slot = sequence.table.slot(position)
             rows.append(DecodeRow(sequence.table_row, position, slot))
             writes.append((sequence.table_row, position, (slot,)))
-        prefilling = self._prefilling()
+        prefilling = self._prefilling(len(rows))
+        writes, self._reused_slots = writes + self._reused_slots, []
         chunks = [self._chunk(sequence, count) for sequence, count in prefilling]
         writes.extend((chunk.table_row, chunk.start, chunk.write_slots) for chunk in chunks)
         if not rows and not chunks:
@@ -127,20 +153,20 @@ class Scheduler:
         return [sequence for sequence in self._rows if sequence is not None and sequence.state is State.DECODE]
 
     def _reserve_next_slot(self, sequence: Sequence) -> None:
-        """Make room for the newest token's K/V, preempting the latest arrivals; possibly the sequence itself."""
+        """Make room for the newest token's K/V, preempting the last in line; possibly the sequence itself."""
         missing = sequence.table.missing_for(len(sequence.tokens))
         while missing and sequence.state is State.DECODE:
             try:
                 sequence.table.blocks += self._pool.allocate(missing)
                 return
             except PoolExhausted:
-                self._preempt(max((s for s in self._rows if s is not None), key=lambda s: s.arrival))
+                self._preempt(max((s for s in self._rows if s is not None), key=turn))
 
     def _preempt(self, victim: Sequence) -> None:
-        """Back to the head of the queue. Victims are the latest arrivals, so the queue stays in order of arrival."""
+        """Back to its place in line."""
         self._leave(victim, State.WAITING)
         victim.target = len(victim.tokens)
-        self._waiting.appendleft(victim)
+        self._waiting.add(victim)
         self.preemptions += 1
 
     def _compact(self) -> tuple[tuple[int, int], ...]:
@@ -164,33 +190,70 @@ class Scheduler:
         self._dirty.clear()
         return dirty
 
-    def _prefilling(self) -> list[tuple[Sequence, int]]:
-        """(sequence, tokens) to compute in this step: started prompts first, then as many new ones as fit."""
-        budget = self._prefill_tokens
-        chosen: list[tuple[Sequence, int]] = []
+    def _prefilling(self, decode_rows: int) -> list[tuple[Sequence, int]]:
+        """(sequence, tokens) to compute in this step beside the decode rows, admitting those whose turn it is."""
+        budget = self.budget.prefill_rows(decode_rows)
         started = [s for s in self._rows if s is not None and s.state is State.PREFILL]
-        for sequence in sorted(started, key=lambda s: s.arrival):
-            count = min(budget, sequence.target - sequence.computed)
+        line = sorted((*started, *self._admissible()), key=turn)
+        counts: dict[Sequence, int] = {}
+        for sequence, most in serving_order(line, budget):
+            if not budget:
+                break
+            if sequence.state is State.WAITING and not self._admit(sequence):
+                continue
+            count = min(budget, most, sequence.target - sequence.computed - counts.get(sequence, 0))
             if count:
-                chosen.append((sequence, count))
+                counts[sequence] = counts.get(sequence, 0) + count
                 budget -= count
-        while budget and self._waiting and self._admit(self._waiting[0]):
-            sequence = self._waiting.popleft()
-            count = min(budget, sequence.target)
-            chosen.append((sequence, count))
-            budget -= count
-        return chosen
+        return list(counts.items())
+
+    def _admissible(self) -> Iterator[Sequence]:
+        """The first in line, as far as rows and blocks reach for all of them. So one that is served before an earlier
+        one takes nothing from it, and none behind one that does not fit is admitted at all."""
+        rows, blocks = self.free_rows, self._pool.free_blocks
+        for sequence in self._waiting:
+            rows, blocks = rows - 1, blocks - self._blocks_wanted(sequence)
+            if rows < 0 or blocks < 0:
+                return
+            yield sequence
+
+    def _blocks_wanted(self, sequence: Sequence) -> int:
+        """Free blocks that it takes for all its known tokens and one more: all but those that others hold for it, or
+        will, if it awaits what they compute."""
+        total = blocks_for(sequence.target + 1, self._pool.block_size)
+        if awaited := self._awaited_blocks(sequence):
+            return total - awaited
+        reused = self.prefix.find(sequence) if self.prefix is not None else []
+        return total - len(reused) + self._pool.idle(reused)
+
+    def _awaited_blocks(self, sequence: Sequence) -> int:
+        """Blocks that one before it in line has or is about to compute, if they are more than can be shared now.
+
+        Only those before it are awaited, so the first never waits, and nobody starves.
+        """
+        if self.prefix is None:
+            return 0
+        prefilling = (other for other in self._rows if other is not None and other.state is State.PREFILL)
+        return self.prefix.awaited(sequence, (other for other in prefilling if turn(other) < turn(sequence)))
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give it the last free table row and blocks for all its known tokens and one more, if there are any."""
-        need = blocks_for(sequence.target + 1, self._pool.block_size)
-        row = next((r for r in range(len(self._rows) - 1, -1, -1) if self._rows[r] is None), None)
-        if row is None or need > self._pool.free_blocks:
+        """Take it out of the line and give it the last free table row and blocks for all its known tokens and one more,
+        of which those are shared that hold the first of them already. False if it had better await some of them."""
+        if self._awaited_blocks(sequence):
             return False
-        sequence.table.blocks = self._pool.allocate(need)
-        sequence.table_row = row
+        reused = self.prefix.find(sequence) if self.prefix is not None else []
+        fresh = blocks_for(sequence.target + 1, self._pool.block_size) - len(reused)
+        self._waiting.remove(sequence)
+        self._pool.share(reused)
+        sequence.table.blocks = reused + self._pool.allocate(fresh)
+        sequence.table_row = row = max(row for row, holder in enumerate(self._rows) if holder is None)
         sequence.state = State.PREFILL
+        sequence.computed = len(reused) * self._pool.block_size
         self._rows[row] = sequence
+        if reused:
+            self._reused_slots.append((row, 0, tuple(sequence.table.slots(0, sequence.computed))))
+        if self.prefix is not None:
+            self.prefix.count(sequence)
         return True
 
     @staticmethod
@@ -215,9 +278,9 @@ class Scheduler:
         assert plan is not None, "commit() without a step in flight"
         self._in_flight = None
         for sequence, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True):
-            sequence.computed = chunk.start + len(chunk.token_ids)
+            self._computed(sequence, chunk.start + len(chunk.token_ids))
         for sequence in plan.decode_sequences:
-            sequence.computed = len(sequence.tokens)
+            self._computed(sequence, len(sequence.tokens))
         taken = []
         for sequence in (*plan.decode_sequences, *plan.chunk_sequences):
             if sequence.finish_reason is not None:
@@ -231,16 +294,22 @@ class Scheduler:
                     self._leave(sequence, State.FINISHED)
         return taken
 
+    def _computed(self, sequence: Sequence, count: int) -> None:
+        """The step wrote K/V up to token `count`. What it wrote for a sequence that has ended is not shared."""
+        if self.prefix is not None and sequence.finish_reason is None:
+            self.prefix.publish(sequence, count)
+        sequence.computed = count
+
     def abandon(self) -> None:
-        """The step in flight raised: which of its edits and writes happened is unknown, so nothing it touched is kept.
+        """The step in flight raised: which of its edits and writes happened is unknown, so no K/V is trusted any more.
 
         Whatever still runs goes back to the queue and is computed again. Without a step in flight it does nothing.
         """
         if self._in_flight is None:
             return
         self._in_flight = None
-        running = [sequence for sequence in self._rows if sequence is not None]
-        for sequence in sorted(running, key=lambda s: s.arrival, reverse=True):
+        self._pool.forget()
+        for sequence in [sequence for sequence in self._rows if sequence is not None]:
             if sequence.finish_reason is not None:
                 self._leave(sequence, State.FINISHED)
             else:
@@ -251,10 +320,14 @@ class Scheduler:
 
     def check(self) -> None:
         """Raises AssertionError if a block is lost, held twice, or a sequence is where it should not be."""
+        self._waiting.check()
         running = [sequence for sequence in self._rows if sequence is not None]
         self._pool.check(sequence.table for sequence in running)
-        held = [block for sequence in running for block in sequence.table.blocks]
-        assert len(held) == len(set(held)), "a block is in two writable tables"
+        for sequence in running:
+            unwritten = sequence.table.blocks[sequence.computed // self._pool.block_size :]
+            assert all(map(self._pool.is_writable, unwritten)), "a block to be written is another's too"
+            if self.prefix is not None:
+                self.prefix.check(sequence)
         assert all(self._rows[s.table_row] is s for s in running), "a sequence is not in the table row it names"
         assert not {id(s) for s in running} & {id(s) for s in self._waiting}, "a sequence waits and runs"
         assert all(s.state is State.WAITING for s in self._waiting), "a sequence in the queue is not waiting"

@@ -25,19 +25,26 @@ class Sequence:
 
     tokens      prompt then generated ids; the newest generated token is not in the K/V pool yet
     computed    tokens whose K/V is in the pool
+    priority    the lower, the sooner (`turns.turn`); arrival numbers all sequences of a scheduler
+    digests     of the first full blocks, as far as they were needed (`prefix`); cache_salt goes into them
+    cached_tokens  prompt tokens whose K/V was there when it was first admitted; None before
     target      tokens a prefill has to compute before the next token is chosen (all known tokens, at admission)
     """
 
     __slots__ = (
         "arrival",
+        "cache_salt",
+        "cached_tokens",
         "choice",
         "computed",
+        "digests",
         "eager_steps",
         "eos_token_ids",
         "finish_reason",
         "max_tokens",
         "pad_rows",
         "params",
+        "priority",
         "prompt_tokens",
         "replays",
         "request_id",
@@ -63,12 +70,15 @@ class Sequence:
         stop_token_ids: frozenset[int],
         eos_token_ids: frozenset[int],
         block_size: int,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> None:
         self.request_id = request_id
         self.choice = choice
         self.tokens = prompt_ids
         self.prompt_tokens = len(prompt_ids)
         self.params = params
+        self.priority = priority
         self.seed = seed
         self.max_tokens = max_tokens
         self.stop_token_ids = stop_token_ids
@@ -80,6 +90,9 @@ class Sequence:
         self.table_row = -1
         self.computed = 0
         self.target = len(prompt_ids)
+        self.cache_salt = cache_salt
+        self.digests: list[bytes] = []
+        self.cached_tokens: int | None = None
         self.steps = 0
         self.replays = 0
         self.eager_steps = 0

@@ -23,6 +23,7 @@ class ServerConfig:
     served_model_name     the model's name on the wire; None: the engine's own names
     drain_seconds         how long running generations may go on after the first signal
     max_body_bytes        largest HTTP body
+    body_seconds          how long a body may take to come whole
     max_message_bytes     largest WebSocket message
     max_header_bytes      largest request line and headers together
     ping_seconds          interval of SSE comments and WebSocket pings
@@ -37,6 +38,7 @@ class ServerConfig:
     served_model_name: str | None = None
     drain_seconds: float = 30.0
     max_body_bytes: int = 4 * MIB
+    body_seconds: float = 60.0
     max_message_bytes: int = 4 * MIB
     max_header_bytes: int = 64 * 1024
     ping_seconds: float = 15.0
@@ -50,7 +52,7 @@ class ServerConfig:
         for origin in self.allowed_origins:
             if origin != "*" and not _names_a_host(origin):
                 raise ConfigError(f"allowed origin {origin!r} is no origin; pass one such as https://host:port, or *")
-        for name in ("drain_seconds", "ping_seconds", "send_timeout_seconds"):
+        for name in ("drain_seconds", "body_seconds", "ping_seconds", "send_timeout_seconds"):
             value = getattr(self, name)
             if not 0 <= value <= MAX_SECONDS:  # NaN is refused too
                 raise ConfigError(f"{name} is {value}; the limit is 0 to {MAX_SECONDS:,}; pass a value inside it")

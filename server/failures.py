@@ -52,6 +52,13 @@ class BodyTooLarge(ClientError):
     code = "body_too_large"
 
 
+class BodyTimeout(ClientError):
+    """The body did not come whole within `ServerConfig.body_seconds`. The connection is closed: what may still come
+    could not be told from a next request."""
+
+    code = "body_timeout"
+
+
 class UpgradeRequired(ClientError):
     """A plain HTTP request for the WebSocket's path."""
 
@@ -83,6 +90,7 @@ TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (RouteNotFound, 404, "invalid_request_error"),
     (ModelNotFound, 404, "invalid_request_error"),
     (MethodNotAllowed, 405, "invalid_request_error"),
+    (BodyTimeout, 408, "invalid_request_error"),
     (BodyTooLarge, 413, "invalid_request_error"),
     (UnsupportedMediaType, 415, "invalid_request_error"),
     (UpgradeRequired, 426, "invalid_request_error"),
@@ -129,6 +137,8 @@ def describe(error: Exception) -> Failure:
         message, code = "internal error; the server's log has the details", "internal_error"
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
+    if isinstance(error, BodyTimeout):
+        headers["connection"] = "close"
     if isinstance(error, UpgradeRequired):
         headers["upgrade"] = "websocket"
     if isinstance(error, MethodNotAllowed):

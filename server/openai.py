@@ -15,10 +15,10 @@ from starlette.responses import Response
 from nanoserve.errors import ModelNotFound
 from nanoserve.request import Delta, Finished
 from server.config import ServerConfig
-from server.failures import BodyTooLarge, GenerationFailed, UnsupportedMediaType
+from server.failures import BodyTimeout, BodyTooLarge, GenerationFailed, UnsupportedMediaType
 from server.ignored import IgnoredFields
 from server.replies import json_response
-from server.schemas import ChatBody, CompletionBody, SamplingBody, decode
+from server.schemas import ChatBody, CompletionBody, SamplingBody, decode, off_loop
 from server.seam import Engine
 from server.shapes import ChatShape, Shape, TextShape, in_band_error
 from server.sse import EventStream, completion_frames
@@ -73,11 +73,11 @@ class OpenAI:
         shape_of: type[Shape],
         prefix: str,
     ) -> Response:
-        raw = await read_json_bytes(request, self._config.max_body_bytes)
-        body = decode(raw, kind)
-        self._ignored.note_body(raw, kind)
+        raw = await read_json_bytes(request, self._config)
         request_id = prefix + secrets.token_hex(12)
-        job = translate(body, served_now(self._engine, self._config), request_id)
+        served = served_now(self._engine, self._config)
+        job = await off_loop(len(raw), lambda: translate(decode(raw, kind), served, request_id))
+        self._ignored.note_body(raw, kind)
         shape = shape_of(
             response_id=request_id,
             created=int(time.time()),
@@ -131,8 +131,10 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def read_json_bytes(request: Request, limit_bytes: int) -> bytes:
-    """The body, at most `limit_bytes`. Raises UnsupportedMediaType or BodyTooLarge before it is read further."""
+async def read_json_bytes(request: Request, config: ServerConfig) -> bytes:
+    """The body. Raises UnsupportedMediaType or BodyTooLarge before it is read further, BodyTimeout if it
+    does not end in time."""
+    limit_bytes = config.max_body_bytes
     content_type = request.headers.get("content-type", "")
     media = content_type.partition(";")[0].strip().lower()
     if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
@@ -143,11 +145,18 @@ async def read_json_bytes(request: Request, limit_bytes: int) -> bytes:
         raise _too_large(declared[:20], limit_bytes)
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit_bytes:
-            raise _too_large(f"more than {limit_bytes:,}", limit_bytes)
-        parts.append(part)
+    try:
+        async with asyncio.timeout(config.body_seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit_bytes:
+                    raise _too_large(f"more than {limit_bytes:,}", limit_bytes)
+                parts.append(part)
+    except TimeoutError:
+        whole = f" of {declared[:20]}" if declared else ""
+        raise BodyTimeout(
+            f"{size}{whole} bytes of the body came in {config.body_seconds:g} s, which is the limit; send it whole"
+        ) from None
     return b"".join(parts)
 
 

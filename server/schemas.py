@@ -7,7 +7,9 @@ What the fields add up to is `server.translate`'s business.
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +25,8 @@ MAX_STOP_CHARACTERS = 1024
 MAX_MESSAGES = 4096  # and text parts, over all messages
 MAX_STOP_TOKENS = 256
 MAX_CHOICES = 128
+LONG_BODY = 64 * 1024  # reading a larger one takes milliseconds
+MAX_PRIORITY = 1000  # either way; the lower, the sooner
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ LIMITS: dict[str, Limit] = {
     "logprobs": Limit(0, MAX_TOP_LOGPROBS, integer=True),
     "top_logprobs": Limit(0, MAX_TOP_LOGPROBS, integer=True),
     "timeout": Limit(0.0, 86_400.0, open_low=True),
+    "priority": Limit(-MAX_PRIORITY, MAX_PRIORITY, integer=True),
 }
 BIAS = Limit(-100.0, 100.0)
 TOKEN_ID = Limit(0, MAX_INT, integer=True)
@@ -107,6 +112,8 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     stop_token_ids: list[Number] | None = None
     ignore_eos: bool | None = None
     timeout: Number | None = None
+    priority: Number | None = None
+    cache_salt: str | None = None
 
     def number(self, name: str) -> Number | None:
         """The field, checked against `LIMITS`; None if it was not sent. Raises InvalidRequest."""
@@ -137,7 +144,13 @@ class CompletionBody(SamplingBody, kw_only=True):
 
 
 Body = TypeVar("Body")
+Result = TypeVar("Result")
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+
+
+async def off_loop(size: int, work: Callable[[], Result]) -> Result:
+    """`work`, which reads JSON of `size` bytes or characters: on a thread if that takes more than a moment."""
+    return await asyncio.to_thread(work) if size > LONG_BODY else work()
 
 
 def decode(raw: bytes | str, kind: type[Body]) -> Body:

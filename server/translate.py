@@ -118,10 +118,12 @@ def _job(
     if body.model is not None and served.names and body.model not in served.names:
         message = f"model {body.model[:100]!r} is not served here; this server has: {', '.join(served.names)}"
         raise ModelNotFound(message, param="model")
-    timeout = body.number("timeout")
+    if body.cache_salt == "":
+        raise InvalidRequest("cache_salt is empty; send at least one character, or leave it out", param="cache_salt")
+    timeout, priority, salt = body.number("timeout"), body.integer("priority") or 0, body.cache_salt or ""
     suffixes = [""] if len(found) == 1 else [f"-{i}" for i in range(len(found))]
     requests = tuple(
-        Request(request_id + suffix, prompt, params, None if timeout is None else float(timeout))
+        Request(request_id + suffix, prompt, params, None if timeout is None else float(timeout), priority, salt)
         for prompt, suffix in zip(found, suffixes, strict=True)
     )
     include_usage = bool(body.stream_options and body.stream_options.include_usage)

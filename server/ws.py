@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,7 +29,7 @@ from server.config import ServerConfig
 from server.failures import GenerationFailed, UpgradeRequired, describe
 from server.ignored import IgnoredFields
 from server.lifecycle import Lifecycle
-from server.schemas import ChatBody, CompletionBody, convert, decode
+from server.schemas import ChatBody, CompletionBody, convert, decode, off_loop
 from server.seam import Engine
 from server.shapes import ChatShape, Choice, in_band_error, nanoserve_body, usage_body
 from server.submission import Submission
@@ -134,23 +135,22 @@ class Connection:
             if message["type"] == "websocket.disconnect":
                 return
             try:
-                self._take_or_reply(message.get("text"))
+                await self._take_or_reply(message.get("text"))
             except asyncio.QueueFull:
                 await self._close(POLICY_VIOLATION, f"{OUTBOX_FRAMES} error replies are unread")
                 return
 
-    def _take_or_reply(self, text: str | None) -> None:
+    async def _take_or_reply(self, text: str | None) -> None:
         """One message; `text` is None for a binary one. Raises QueueFull when the client reads no replies."""
         try:
             if text is None:
                 raise InvalidRequest("binary frames are not understood; send text frames of JSON")
-            self._take(text)
+            self._take(await off_loop(len(text), partial(decode, text, dict[str, Any])))
         except ClientError as error:
             self._reply_error(error)
 
-    def _take(self, text: str) -> None:
+    def _take(self, frame: dict[str, Any]) -> None:
         """One client frame. Unknown types are ignored. Raises ClientError."""
-        frame = decode(text, dict[str, Any])
         kind = frame.get("type")
         if kind == "generate":
             self._start(frame)

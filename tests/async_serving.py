@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
+from nanoserve.admission import Limits
 from nanoserve.async_engine import AsyncEngine
 from nanoserve.boot import Boot
 from nanoserve.metrics import Metrics
@@ -63,12 +64,12 @@ def status(engine: AsyncEngine) -> str:
 
 @asynccontextmanager
 async def serving(
-    runner: ScriptedRunner | None = None, *, boot: Boot | None = None, max_queued: int = 64, **fields: Any
+    runner: ScriptedRunner | None = None, *, boot: Boot | None = None, limits: Limits | None = None, **fields: Any
 ) -> AsyncIterator[tuple[AsyncEngine, Metrics]]:
     metrics = Metrics("1.0")
     runner = runner or ScriptedRunner()
     boot = boot or scripted_boot(runner, metrics, **fields)
-    engine = AsyncEngine(boot, metrics, model_names=("tiny",), version="1.0", max_queued=max_queued)
+    engine = AsyncEngine(boot, metrics, model_names=("tiny",), version="1.0", limits=limits)
     async with engine:
         if fields.get("before") is None:
             await until(lambda: status(engine) in ("ready", "degraded", "failed"))

@@ -14,9 +14,11 @@ from typing import Any, cast
 from nanoserve.blocks import BlockPool
 from nanoserve.boot import Boot, Booted, Report
 from nanoserve.buckets import DecodeShape
+from nanoserve.budget import StepBudget
 from nanoserve.engine import Engine
 from nanoserve.intake import Intake
 from nanoserve.metrics import Metrics
+from nanoserve.prefix import PrefixCache
 from nanoserve.request import Delta, SamplingParams
 from nanoserve.runner import Runner, StepOutcome
 from nanoserve.scheduler import Scheduler
@@ -149,6 +151,32 @@ class HashRunner:
         return NewToken(sequence, token)
 
 
+class Contents:
+    """What every digest must stand for: the K/V of one full block of a sequence's own tokens, by the hash model.
+
+    A digest that no sequence's tokens explain, such as a discarded token's, is a fault like a wrong content.
+    """
+
+    def __init__(self, pool: BlockPool, prefix: PrefixCache, runner: HashRunner) -> None:
+        self._pool, self._prefix, self._runner = pool, prefix, runner
+        self._expected: dict[bytes, list[int]] = {}
+        self._entries: dict[Sequence, list[int]] = {}
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """`sequences` are all there ever were; their tokens only grow."""
+        size = self._pool.block_size
+        for sequence in sequences:
+            entries = self._entries.setdefault(sequence, [])
+            known = len(entries) // size
+            for token in sequence.tokens[len(entries) :]:
+                entries.append(entry_of(token, len(entries), entries))
+            for index in range(known, len(entries) // size):
+                digest = self._prefix.digests(sequence, index + 1)[index]
+                self._expected[digest] = entries[index * size : (index + 1) * size]
+        for digest, block in self._pool.holders.items():
+            assert self._runner.store[block * size : (block + 1) * size] == self._expected[digest]
+
+
 def entry_of(token: int, position: int, context: list[int]) -> int:
     return hash((token, position, *context))
 
@@ -196,6 +224,8 @@ def sequence_of(
     eos: frozenset[int] = frozenset(),
     request_id: str = "r",
     params: SamplingParams = SAMPLED,
+    priority: int = 0,
+    cache_salt: str = "",
 ) -> Sequence:
     return Sequence(
         request_id=request_id,
@@ -207,6 +237,8 @@ def sequence_of(
         stop_token_ids=frozenset(),
         eos_token_ids=eos,
         block_size=block_size,
+        priority=priority,
+        cache_salt=cache_salt,
     )
 
 
@@ -215,20 +247,31 @@ def engine_of(
     pool: BlockPool,
     *,
     max_sequences: int = 4,
-    prefill_tokens: int = 64,
+    max_step_rows: int = 64,
     metrics: Metrics | None = None,
+    prefix_cache: bool = True,
 ) -> Engine:
-    scheduler = Scheduler(pool, max_sequences=max_sequences, prefill_tokens=prefill_tokens)
+    prefix = PrefixCache(pool) if prefix_cache else None
+    scheduler = Scheduler(pool, max_sequences=max_sequences, budget=StepBudget(max_step_rows), prefix=prefix)
     return Engine(scheduler, pool, cast(Runner, runner), metrics or Metrics("test"), paranoid=True)
 
 
 def hash_engine(
-    *, blocks: int, block_size: int = 4, max_sequences: int = 4, prefill_tokens: int = 64, vocab_size: int = VOCABULARY
+    *,
+    blocks: int,
+    block_size: int = 4,
+    max_sequences: int = 4,
+    max_step_rows: int = 64,
+    vocab_size: int = VOCABULARY,
+    prefix_cache: bool = True,
 ) -> tuple[Engine, HashRunner, BlockPool]:
     pool = BlockPool(blocks, block_size)
     width = blocks * block_size
     runner = HashRunner(pool, max_sequences=max_sequences, width=width, vocab_size=vocab_size)
-    return engine_of(runner, pool, max_sequences=max_sequences, prefill_tokens=prefill_tokens), runner, pool
+    engine = engine_of(
+        runner, pool, max_sequences=max_sequences, max_step_rows=max_step_rows, prefix_cache=prefix_cache
+    )
+    return engine, runner, pool
 
 
 def scripted_boot(
@@ -239,7 +282,7 @@ def scripted_boot(
     block_size: int = 4,
     max_model_len: int = 128,
     max_sequences: int = 8,
-    prefill_tokens: int = 64,
+    max_step_rows: int = 64,
     tokenizer: ByteTokenizer | None = None,
     before: Callable[[Report], None] = lambda report: None,
     degraded: str | None = None,
@@ -250,7 +293,7 @@ def scripted_boot(
     def boot(report: Report) -> Booted:
         before(report)
         pool = BlockPool(blocks, block_size)
-        engine = engine_of(runner, pool, max_sequences=max_sequences, prefill_tokens=prefill_tokens, metrics=metrics)
+        engine = engine_of(runner, pool, max_sequences=max_sequences, max_step_rows=max_step_rows, metrics=metrics)
         tokens = cast(Any, tokenizer or ByteTokenizer())
         intake = Intake(
             tokens,

@@ -1,12 +1,14 @@
 """Any schedule of submits, steps, ends and failures, in pools that hold little more than one request.
 
-Every step ends with the integrity checks; every answer is compared with the same request alone.
+Requests start alike, answer earlier answers, and are isolated by salts, so blocks are shared, evicted and found again.
+Every step ends with the integrity checks and a look at what each cached block holds; every answer is compared with the
+same request alone.
 """
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -14,6 +16,7 @@ from nanoserve.sequence import Sequence
 from tests.engines import (
     EOS,
     VOCABULARY,
+    Contents,
     assert_exact,
     check_mirror,
     hash_answer,
@@ -31,29 +34,52 @@ class AnySchedule(RuleBasedStateMachine):
         super().__init__()
         self.live: list[tuple[Sequence, list[int]]] = []
         self.ended: list[tuple[Sequence, list[int], int]] = []
+        self.made: list[Sequence] = []
 
     @initialize(blocks=st.integers(6, 14), rows=st.integers(1, 5), budget=st.integers(1, 12), block=st.integers(1, 5))
     def build(self, blocks: int, rows: int, budget: int, block: int) -> None:
         self.block_size = block
         self.room = 2 * blocks * block // 3
         self.engine, self.runner, self.pool = hash_engine(
-            blocks=blocks, block_size=block, max_sequences=rows, prefill_tokens=budget
+            blocks=blocks, block_size=block, max_sequences=rows, max_step_rows=rows + budget
         )
+        assert self.engine.scheduler.prefix is not None
+        self.contents = Contents(self.pool, self.engine.scheduler.prefix, self.runner)
 
-    @rule(length=st.integers(1, 40), limit=st.integers(1, 40), kind=st.integers(0, 3), n=st.integers(1, 3))
-    def submit(self, length: int, limit: int, kind: int, n: int) -> None:
-        prompt = prompt_of(min(length, self.room - 1), kind)
-        max_tokens = min(limit, self.room - len(prompt))
+    @rule(
+        length=st.integers(1, 40),
+        limit=st.integers(1, 40),
+        kind=st.integers(0, 3),
+        n=st.integers(1, 3),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from(["", "", "a"]),
+    )
+    def submit(self, length: int, limit: int, kind: int, n: int, priority: int, salt: str) -> None:
+        """Prompts of one kind are prefixes of each other."""
+        self.add(prompt_of(min(length, self.room - 1), kind), limit, kind, n, salt, priority)
+
+    @precondition(lambda self: self.made)
+    @rule(data=st.data(), more=st.integers(1, 6), limit=st.integers(1, 20))
+    def go_on(self, data: st.DataObject, more: int, limit: int) -> None:
+        """The next turn of a chat: what was asked and answered so far, and something new."""
+        said = data.draw(st.sampled_from(self.made))
+        prompt = [*said.tokens, *prompt_of(more, 1)][: self.room - 1]
+        self.add(prompt, limit, said.seed, 1, said.cache_salt)
+
+    def add(self, prompt: list[int], limit: int, seed: int, n: int, salt: str, priority: int = 0) -> None:
         for choice in range(n):
             sequence = sequence_of(
                 prompt,
-                max_tokens=max_tokens,
-                seed=kind,
+                max_tokens=min(limit, self.room - len(prompt)),
+                seed=seed,
                 choice=choice,
                 block_size=self.block_size,
                 eos=frozenset({EOS}),
+                priority=priority,
+                cache_salt=salt,
             )
             self.live.append((sequence, prompt))
+            self.made.append(sequence)
             self.engine.add(sequence)
 
     @rule(count=st.integers(1, 6))
@@ -104,6 +130,7 @@ class AnySchedule(RuleBasedStateMachine):
             return
         self.engine.check()
         check_mirror(self.engine, self.runner.slots)
+        self.contents.check(self.made)
         for sequence, prompt in self.live:
             answer = hash_answer(sequence, prompt, VOCABULARY)
             assert sequence.output_ids == answer[: sequence.generated]
@@ -115,15 +142,19 @@ class AnySchedule(RuleBasedStateMachine):
         assert self.pool.free_blocks == self.pool.num_blocks
         for sequence, prompt in self.live:
             assert_exact(sequence, prompt)
+            assert sequence.cached_tokens is not None
+            assert sequence.cached_tokens < len(prompt)
         for sequence, prompt, generated in self.ended:
             assert sequence.finish_reason == "cancelled"
             assert sequence.generated == generated
             assert sequence.output_ids == hash_answer(sequence, prompt, VOCABULARY)[:generated]
+        event(f"reused {any(sequence.cached_tokens for sequence in self.made)}")
+        event(f"preempted {self.engine.scheduler.preemptions > 0}")
 
 
 CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much]
 TestAnySchedule = AnySchedule.TestCase
-TestAnySchedule.settings = settings(max_examples=60, stateful_step_count=30, suppress_health_check=CHECKS)
+TestAnySchedule.settings = settings(max_examples=150, stateful_step_count=30, suppress_health_check=CHECKS)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from nanoserve.admission import Limits
 from nanoserve.async_engine import AsyncEngine
 from nanoserve.boot import BootProgress, Report
 from nanoserve.errors import (
@@ -205,7 +206,7 @@ def test_request_is_refused_with_a_wait_when_the_queue_is_full() -> None:
     runner.gate.clear()
 
     async def main() -> None:
-        async with serving(runner, max_queued=2, max_sequences=1) as (engine, metrics):
+        async with serving(runner, limits=Limits(max_queued=2), max_sequences=1) as (engine, metrics):
             streams = [await engine.submit(ask(max_tokens=2))]
             await in_flight(runner)
             streams += [await engine.submit(ask(max_tokens=2)) for _ in range(2)]
@@ -214,8 +215,8 @@ def test_request_is_refused_with_a_wait_when_the_queue_is_full() -> None:
             assert refused.value.retry_after_seconds is not None
             assert refused.value.retry_after_seconds > 0
             assert (metrics.counters.rejected, metrics.gauges.waiting) == (1, 2)
-            with pytest.raises(InvalidRequest, match="n is 3; the queue holds 2; lower n"):
-                await engine.submit(ask("many", n=3))  # no wait would ever make room for it
+            with pytest.raises(InvalidRequest, match="n is 4; 1 sequences run at once and the queue holds 2; lower n"):
+                await engine.submit(ask("many", n=4))  # no wait would ever make room for it
             runner.gate.set()
             assert [(await read(stream)).text() for stream in streams] == ["xx"] * 3
             assert (await read(await engine.submit(ask(max_tokens=1)))).text() == "x"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from random import Random
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 import pytest
 
 from nanoserve.async_engine import AsyncEngine
+from nanoserve.boot import Booted, Report
+from nanoserve.buckets import DecodeShape
 from nanoserve.errors import (
     Draining,
     EngineFailed,
 )
+from nanoserve.metrics import Metrics
 from nanoserve.request import Finished
 from tests.async_serving import FOREVER, Answer, ask, idle, in_flight, read, run, serving, status, until
-from tests.engines import ScriptedRunner, text_script
+from tests.engines import ScriptedRunner, scripted_boot, text_script
 
 # --- aborts and time-outs -----------------------------------------------------------------------------------------
 
@@ -27,7 +31,7 @@ def test_abort_ends_a_request_at_once_and_gives_its_blocks_back_by_the_next_step
 
     async def main() -> None:
         rows = 1 if when == "queued" else 4
-        async with serving(runner, max_sequences=rows, prefill_tokens=4) as (engine, metrics):
+        async with serving(runner, max_sequences=rows, max_step_rows=4) as (engine, metrics):
             runner.gate.clear()
             other = await engine.submit(ask("other", max_tokens=30)) if when == "queued" else None
             victim = await engine.submit(ask("victim", prompt="a prompt of several chunks"))
@@ -175,6 +179,32 @@ def test_everyone_is_told_when_a_step_raises() -> None:
     run(main())
 
 
+def test_health_says_failed_while_a_recording_in_an_idle_gap_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoserve.async_engine.STUCK_SECONDS", 0.05)
+    go = threading.Event()
+    metrics = Metrics("1.0")
+    plain = scripted_boot(ScriptedRunner(), metrics)
+
+    def boot(report: Report) -> Booted:
+        booted = plain(report)
+
+        def capture() -> None:
+            assert go.wait(10)
+            booted.engine.background.clear()
+
+        booted.engine.capture_in_background = capture  # type: ignore[method-assign]
+        booted.engine.background.append(DecodeShape(1, 16))
+        return booted
+
+    async def main() -> None:
+        async with serving(boot=boot) as (engine, _):
+            await until(lambda: status(engine) == "failed")
+            go.set()
+            await until(lambda: status(engine) == "ready")
+
+    run(main())
+
+
 def test_open_streams_end_truly_when_the_engine_is_left() -> None:
     async def main() -> None:
         runner = ScriptedRunner(seconds=0.02)
@@ -217,7 +247,7 @@ def test_each_request_is_exact_or_truly_ended_once_when_all_kinds_of_ends_are_mi
         return kind, await read(stream), expected, name
 
     async def main() -> None:
-        async with serving(runner, blocks=48, max_queued=1000, prefill_tokens=16) as (engine, metrics):
+        async with serving(runner, blocks=48, max_step_rows=16) as (engine, metrics):
             results = await asyncio.gather(*(one(engine, name) for name in texts))
             for kind, answer, expected, _ in results:
                 (reason,) = answer.finished.finish_reasons

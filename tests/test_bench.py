@@ -321,7 +321,7 @@ def test_engine_measures_whole_steps_and_what_they_read_when_the_model_is_a_fold
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_served_model(tmp_path / "tiny", num_hidden_layers=1)
-    shapes = ["--rows", "1", "3", "--context", "20", "--prefill", "9", "--prefill-tokens", "4", "--repeats", "2"]
+    shapes = ["--rows", "1", "3", "--context", "20", "--prefill", "9", "--max-step-rows", "4", "--repeats", "2"]
     flags = ["--model", folder, "--kernels", "reference", "--threads", "1", *shapes, "--csv", tmp_path / "csv"]
     out, result = bench(capsys, "engine", *flags)
     assert [(each["rows"], each["context"]) for each in result["decode"]] == [(1, 20), (3, 20)]
@@ -334,6 +334,64 @@ def test_engine_measures_whole_steps_and_what_they_read_when_the_model_is_a_fold
     assert all(each["least_seconds"] <= each["seconds"] for each in (*result["decode"], prefill))
     assert "reference kernels, 1 threads" in out
     assert (tmp_path / "csv" / "engine-decode.csv").read_text().startswith("kind,rows,context,seconds")
+
+
+# --- bench mixed -----------------------------------------------------------------------------------------------------
+
+
+def test_mixed_times_streams_and_a_prompt_together_and_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_served_model(tmp_path / "tiny", num_hidden_layers=1, max_position_embeddings=512)
+    load = [
+        "--streams",
+        "3",
+        "--stream-tokens",
+        "4",
+        "--prompt-tokens",
+        "60",
+        "--max-step-rows",
+        "23",
+        "--repeats",
+        "2",
+    ]
+    flags = ["--model", folder, "--kernels", "reference", "--threads", "1", *load, "--prefill-gap-seconds", "100"]
+    out, result = bench(capsys, "mixed", *flags)
+    assert "3 streams of 4 tokens, then a prompt of 60" in out
+    assert len(result["rounds"]) == 2
+    for each in result["rounds"]:
+        assert each["prompt_rows"] == 23 - 3, "the streams decode in every step of the prompt"
+        assert 0 < each["gap_p50_seconds"] <= each["gap_p99_seconds"] <= each["gap_max_seconds"]
+        assert each["ttft_ratio"] == pytest.approx(each["ttft_seconds"] / each["ttft_alone_seconds"])
+        counted = each["ttft_alone_seconds"] + 3 * each["quiet_p50_seconds"]
+        assert each["ttft_counted_ratio"] == pytest.approx(each["ttft_seconds"] / counted)
+
+
+def test_mixed_ends_in_one_line_when_the_context_is_too_short(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_served_model(tmp_path / "tiny", num_hidden_layers=1)
+    assert main(["bench", "mixed", "--model", str(folder), "--kernels", "reference"]) == 2
+    assert "lower --prompt-tokens or --stream-tokens" in capsys.readouterr().err.splitlines()[-1]
+
+
+# --- bench prefix ----------------------------------------------------------------------------------------------------
+
+
+def test_prefix_reuses_the_first_turn_and_answers_alike_when_the_model_is_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_served_model(tmp_path / "tiny", num_hidden_layers=1)
+    turns = ["--history", "70", "--generated", "5", "--added", "3", "--repeats", "2"]
+    flags = ["--model", folder, "--kernels", "reference", "--threads", "1", *turns, "--csv", tmp_path / "csv"]
+    out, result = bench(capsys, "prefix", *flags)
+    assert [(each["prompt_tokens"], each["cached_tokens"]) for each in result["turns"]] == [(70, 0), (78, 64), (78, 0)]
+    assert all(0 < each["least_seconds"] <= each["ttft_seconds"] for each in result["turns"])
+    first, second, _ = (each["ttft_seconds"] for each in result["turns"])
+    assert result["second_over_first"] == pytest.approx(second / first)
+    assert result["answers_equal"] is True
+    assert "answers with and without the cache are equal" in out
+    assert (tmp_path / "csv" / "prefix-turns.csv").read_text().startswith("turn,prompt_tokens,cached_tokens")
 
 
 # --- bench serve -----------------------------------------------------------------------------------------------------

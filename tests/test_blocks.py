@@ -66,6 +66,53 @@ def test_block_stays_used_when_one_of_two_references_goes() -> None:
         pool.release(first.blocks)
 
 
+def test_published_block_can_be_shared_until_its_space_is_needed() -> None:
+    pool = BlockPool(3, 16)
+    first = table_of(pool, 2)
+    pool.publish(first.blocks[0], b"a")
+    assert [pool.is_writable(block) for block in first.blocks] == [False, True]
+    shared = pool.holders[b"a"]
+    pool.share([shared])
+    second = BlockTable(16)
+    second.blocks = [shared]
+    pool.check([first, second])
+    assert (pool.used_blocks, pool.idle([shared])) == (2, 0)
+    pool.release(second.blocks)
+    pool.release(first.blocks)
+    pool.check([])
+    assert (pool.free_blocks, pool.idle([shared])) == (3, 1)
+    pool.allocate(2)
+    assert pool.holders == {b"a": shared}, "blocks of unknown content go first"
+    assert pool.allocate(1) == [shared]
+    assert not pool.holders
+
+
+@pytest.mark.parametrize("in_use", [True, False])
+def test_content_stays_where_it_is_used_when_two_blocks_hold_it(in_use: bool) -> None:
+    pool = BlockPool(4, 16)
+    old, young = table_of(pool, 1), table_of(pool, 1)
+    pool.publish(old.blocks[0], b"a")
+    if not in_use:
+        pool.release(old.blocks)
+    pool.publish(young.blocks[0], b"a")
+    assert pool.holders[b"a"] == (old if in_use else young).blocks[0]
+    pool.check([old, young] if in_use else [young])
+
+
+def test_pool_speaks_up_when_content_is_published_or_shared_against_the_rules() -> None:
+    pool = BlockPool(2, 16)
+    (block,) = pool.allocate(1)
+    with pytest.raises(AssertionError, match="its content is not known"):
+        pool.share([block])
+    pool.publish(block, b"a")
+    with pytest.raises(AssertionError, match="published twice"):
+        pool.publish(block, b"b")
+    pool.release([block])
+    pool.forget()
+    with pytest.raises(AssertionError, match="nobody holds it"):
+        pool.publish(block, b"a")
+
+
 @pytest.mark.parametrize(
     ("lost", "message"), [(True, "reference counts"), (False, "reference counts")], ids=["forgotten", "doubled"]
 )

@@ -14,7 +14,7 @@ import torch
 from nanoserve.backends import EagerBackend
 from nanoserve.boot import Booted, BootProgress
 from nanoserve.build import RECTANGLE_MODEL_LEN, build_engine, describe_plan, prepare
-from nanoserve.choices import check_config, pick_backend, pick_device, pick_dtype
+from nanoserve.choices import check_config, choose, pick_backend, pick_device, pick_dtype
 from nanoserve.config import EngineConfig
 from nanoserve.errors import ConfigError, ModelUnavailable, OutOfMemory
 from nanoserve.metrics import Metrics
@@ -235,7 +235,10 @@ def test_dry_run_says_the_pool_only_when_nothing_is_recorded(folder: Path) -> No
         ({"max_sequences": 0}, "--max-sequences is 0; it must be from 1 to 65,536"),
         ({"block_size": -1}, "--block-size is -1; it must be from 1"),
         ({"width_multiple": 0}, "--width-multiple is 0"),
-        ({"prefill_tokens": 0}, "--prefill-tokens is 0"),
+        ({"max_step_rows": 0}, "--max-step-rows is 0"),
+        ({"max_queued_tokens": 0}, "--max-queued-tokens is 0"),
+        ({"prefill_gap_seconds": -1.0}, "--prefill-gap-seconds is -1.0"),
+        ({"request_timeout_seconds": 0.0}, "--request-timeout is 0.0"),
         ({"max_queued": 0}, "--max-queued is 0"),
         ({"threads": 0}, "--threads is 0"),
         ({"threads": 2048}, "--threads is 2048; it must be from 1 to 1,024"),
@@ -254,6 +257,19 @@ def test_config_is_refused_with_the_flag_and_the_remedy(fields: dict[str, Any], 
     with pytest.raises(ConfigError) as caught:
         check_config(EngineConfig(**fields))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("sequences", "rows"), [(None, 512), (8, 512), (300, 600)])
+def test_step_has_rows_for_prompts_when_nobody_says_how_many(sequences: int | None, rows: int) -> None:
+    config = EngineConfig(device="cpu", kernels="reference", max_sequences=sequences)
+    assert choose(config).config.step_rows == rows
+
+
+def test_config_is_refused_when_a_step_has_fewer_rows_than_sequences_may_decode() -> None:
+    config = EngineConfig(device="cpu", kernels="reference", max_sequences=9)
+    assert choose(dataclasses.replace(config, max_step_rows=9)).config.step_rows == 9
+    with pytest.raises(ConfigError, match="--max-step-rows is 8; 9 sequences may decode in one step, a row each"):
+        choose(dataclasses.replace(config, max_step_rows=8))
 
 
 def test_config_is_accepted_when_it_is_the_default() -> None:

@@ -21,7 +21,14 @@ RANKS: list[list[str]] = [
     ["nanoserve.runners"],
     ["nanoserve.choices"],
     ["nanoserve.async_engine"],
-    ["nanoserve.boot", "nanoserve.completion", "nanoserve.engine_thread", "nanoserve.live", "nanoserve.stream"],
+    [
+        "nanoserve.admission",
+        "nanoserve.boot",
+        "nanoserve.completion",
+        "nanoserve.engine_thread",
+        "nanoserve.live",
+        "nanoserve.stream",
+    ],
     ["nanoserve.output", "nanoserve.intake"],
     ["nanoserve.engine"],
     ["nanoserve.paged_runner"],
@@ -29,6 +36,7 @@ RANKS: list[list[str]] = [
     ["nanoserve.relay"],
     ["nanoserve.step"],
     ["nanoserve.scheduler"],
+    ["nanoserve.turns", "nanoserve.budget", "nanoserve.prefix"],
     ["nanoserve.sequence"],
     ["nanoserve.warmup"],
     ["nanoserve.graphs", "nanoserve.backends"],
@@ -60,7 +68,7 @@ NO_TORCH += [
     "async_engine",
     "ops",
 ]
-NO_TORCH += ["sequence", "probe", "simulate"]
+NO_TORCH += ["sequence", "probe", "simulate", "turns", "budget", "admission", "prefix"]
 
 
 def rank_of(module: str) -> int:

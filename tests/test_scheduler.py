@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.blocks import BlockPool
+from nanoserve.budget import StepBudget
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, State
 from tests.engines import EOS, VOCABULARY, assert_exact, check_mirror, hash_engine, prompt_of, run_to_end, sequence_of
@@ -22,7 +23,7 @@ from tests.engines import EOS, VOCABULARY, assert_exact, check_mirror, hash_engi
 @pytest.mark.parametrize("budget", [1, 3, 4, 5, 64])
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 16])
 def test_answer_is_exact_when_a_prompt_is_chunked_around_block_borders(length: int, budget: int) -> None:
-    engine, runner, pool = hash_engine(blocks=8, prefill_tokens=budget)
+    engine, runner, pool = hash_engine(blocks=8, max_sequences=1, max_step_rows=budget)
     sequence = sequence_of(prompt_of(length), max_tokens=9)
     engine.add(sequence)
     run_to_end(engine, runner)
@@ -31,7 +32,7 @@ def test_answer_is_exact_when_a_prompt_is_chunked_around_block_borders(length: i
 
 
 def test_chunks_follow_the_budget_and_only_the_last_chooses_a_token() -> None:
-    scheduler = Scheduler(BlockPool(16, 4), max_sequences=2, prefill_tokens=5)
+    scheduler = Scheduler(BlockPool(16, 4), max_sequences=2, budget=StepBudget(5))
     sequence = sequence_of(prompt_of(12))
     scheduler.add(sequence)
     chunks = []
@@ -56,7 +57,7 @@ def test_request_may_use_the_whole_pool_to_its_last_slot() -> None:
 
 @pytest.mark.parametrize("reason", ["eos", "length"])
 def test_sequence_ends_truly_when_a_stop_token_or_the_limit_comes(reason: str) -> None:
-    scheduler = Scheduler(BlockPool(4, 4), max_sequences=1, prefill_tokens=8)
+    scheduler = Scheduler(BlockPool(4, 4), max_sequences=1, budget=StepBudget(8))
     sequence = sequence_of([1], max_tokens=2, eos=frozenset({EOS}))
     scheduler.add(sequence)
     scheduler.plan()
@@ -73,7 +74,7 @@ def test_sequence_ends_truly_when_a_stop_token_or_the_limit_comes(reason: str) -
 
 
 def test_requests_start_in_order_of_arrival_when_rows_are_few() -> None:
-    engine, runner, _ = hash_engine(blocks=32, max_sequences=2, prefill_tokens=8)
+    engine, runner, _ = hash_engine(blocks=32, max_sequences=2, max_step_rows=8)
     sequences = [sequence_of(prompt_of(6, kind), max_tokens=4) for kind in range(5)]
     for sequence in sequences:
         engine.add(sequence)
@@ -81,8 +82,10 @@ def test_requests_start_in_order_of_arrival_when_rows_are_few() -> None:
     while engine.scheduler.has_work:
         plan = engine.plan()
         assert plan is not None
-        started += [s for s, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True) if chunk.start == 0]
-        assert plan.prefill_tokens <= 8
+        started += [
+            s for s, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True) if chunk.start == s.cached_tokens
+        ]
+        assert len(plan.decode) + plan.prefill_tokens <= 8
         engine.commit(plan, engine.launch(plan))
         check_mirror(engine, runner.slots)
     assert started == sequences
@@ -104,7 +107,7 @@ def test_decoding_sequences_hold_the_first_rows_when_others_leave() -> None:
 
 
 def test_running_streams_go_on_when_a_long_prompt_is_prefilled() -> None:
-    engine, _, _ = hash_engine(blocks=64, prefill_tokens=4)
+    engine, _, _ = hash_engine(blocks=64, max_step_rows=5)
     short = sequence_of(prompt_of(2), max_tokens=40)
     engine.add(short)
     engine.step()
@@ -116,7 +119,7 @@ def test_running_streams_go_on_when_a_long_prompt_is_prefilled() -> None:
 
 def test_no_sequence_is_lost_when_the_pool_holds_one_and_a_half() -> None:
     """64 concurrent requests that share a prefix of three blocks, in a pool of 1.5 requests."""
-    engine, runner, pool = hash_engine(blocks=12, max_sequences=8, prefill_tokens=6)
+    engine, runner, pool = hash_engine(blocks=12, max_sequences=8, max_step_rows=10)
     prompts = [[*prompt_of(12), kind % VOCABULARY, kind // VOCABULARY] for kind in range(64)]
     sequences = [sequence_of(prompt, max_tokens=20, seed=kind % 2) for kind, prompt in enumerate(prompts)]
     for sequence in sequences:
@@ -153,7 +156,7 @@ def test_latest_arrival_is_the_victim_and_runs_again_first_when_the_pool_is_full
 
 @pytest.mark.parametrize("when", ["queued", "prefill", "decode", "preempted"])
 def test_blocks_are_back_at_once_when_a_sequence_is_ended_between_steps(when: str) -> None:
-    engine, runner, pool = hash_engine(blocks=6, max_sequences=1 if when == "queued" else 4, prefill_tokens=3)
+    engine, runner, pool = hash_engine(blocks=6, max_sequences=1 if when == "queued" else 2, max_step_rows=3)
     other = sequence_of(prompt_of(4), max_tokens=16)
     victim = sequence_of(prompt_of(9, 1), max_tokens=12)
     engine.add(other)
@@ -178,7 +181,7 @@ def test_blocks_are_back_at_once_when_a_sequence_is_ended_between_steps(when: st
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_blocks_are_kept_until_commit_when_a_step_in_flight_addresses_them(phase: str) -> None:
     engine, runner, pool = hash_engine(blocks=8)
-    victim, other = sequence_of(prompt_of(5, 1)), sequence_of(prompt_of(5))
+    victim, other = sequence_of([9, 8, 7, 6, 5]), sequence_of(prompt_of(5))
     engine.add(victim)
     engine.add(other)
     if phase == "decode":
@@ -198,7 +201,7 @@ def test_blocks_are_kept_until_commit_when_a_step_in_flight_addresses_them(phase
 
 
 def test_next_request_starts_clean_when_one_was_aborted_inside_a_block() -> None:
-    engine, runner, _ = hash_engine(blocks=6, prefill_tokens=3)
+    engine, runner, _ = hash_engine(blocks=6, max_sequences=2, max_step_rows=3)
     first, again = sequence_of(prompt_of(14)), sequence_of(prompt_of(14))
     engine.add(first)
     engine.step()
@@ -209,7 +212,7 @@ def test_next_request_starts_clean_when_one_was_aborted_inside_a_block() -> None
 
 
 def test_answers_stay_exact_when_a_step_raised_and_was_abandoned() -> None:
-    engine, runner, pool = hash_engine(blocks=10, prefill_tokens=6)
+    engine, runner, pool = hash_engine(blocks=10, max_step_rows=6)
     sequences = [sequence_of(prompt_of(7, kind), max_tokens=9) for kind in range(4)]
     for sequence in sequences:
         engine.add(sequence)
@@ -234,14 +237,15 @@ def test_answers_stay_exact_when_a_step_raised_and_was_abandoned() -> None:
     "damage",
     [
         lambda a, b: a.table.blocks.append(b.table.blocks[0]),
+        lambda a, b: a.tokens.__setitem__(0, 22) or a.digests.clear(),
         lambda a, b: a.table.blocks.pop(),
         lambda a, b: setattr(a, "table_row", b.table_row),
     ],
-    ids=["shared block", "lost block", "wrong row"],
+    ids=["shared block", "other content", "lost block", "wrong row"],
 )
 def test_check_speaks_up_when_state_is_damaged(damage: Any) -> None:
     engine, _, _ = hash_engine(blocks=8)
-    a, b = sequence_of(prompt_of(5)), sequence_of(prompt_of(5, 1))
+    a, b = sequence_of(prompt_of(5)), sequence_of([9, 8, 7, 6, 5])
     engine.add(a)
     engine.add(b)
     engine.step()
@@ -252,7 +256,7 @@ def test_check_speaks_up_when_state_is_damaged(damage: Any) -> None:
 
 
 def test_steps_must_alternate_with_commits() -> None:
-    scheduler = Scheduler(BlockPool(4, 4), max_sequences=1, prefill_tokens=8)
+    scheduler = Scheduler(BlockPool(4, 4), max_sequences=1, budget=StepBudget(8))
     with pytest.raises(AssertionError, match="without a step in flight"):
         scheduler.commit({})
     scheduler.add(sequence_of([1]))
@@ -271,7 +275,7 @@ def test_steps_must_alternate_with_commits() -> None:
 def test_answers_equal_solo_runs_when_any_batch_shares_a_tiny_pool(
     shapes: list[tuple[int, int, int]], blocks: int, rows: int, budget: int
 ) -> None:
-    engine, runner, pool = hash_engine(blocks=blocks, max_sequences=rows, prefill_tokens=budget)
+    engine, runner, pool = hash_engine(blocks=blocks, max_sequences=rows, max_step_rows=rows + budget)
     pairs = []
     for length, max_tokens, kind in shapes:
         prompt = prompt_of(length, kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ def tiny_config(folder: Path, *, blocks: int = 64, **fields: Any) -> EngineConfi
         "max_sequences": 8,
         "block_size": BLOCK,
         "width_multiple": 32,
-        "prefill_tokens": 64,
+        "max_step_rows": 64,
         "kv_memory_bytes": (blocks + 1) * BLOCK * BYTES_PER_TOKEN,
         "kernels": "reference",
         "warmup_seconds": 0.0,
@@ -41,7 +41,7 @@ def tiny_config(folder: Path, *, blocks: int = 64, **fields: Any) -> EngineConfi
 
 EAGER = {"capture_decode": False}
 UNPADDED = {"capture_decode": False, "bucket_decode": False}
-BARE = {"capture_decode": False, "bucket_decode": False, "persist_inputs": False}
+BARE = {"capture_decode": False, "bucket_decode": False, "persist_inputs": False, "prefix_cache": False}
 
 
 @dataclass
@@ -66,6 +66,7 @@ class Ask:
     prompt: tuple[int, ...]
     params: SamplingParams
     at_step: int = 0
+    cache_salt: str = ""
 
 
 class TinyEngine:
@@ -80,7 +81,8 @@ class TinyEngine:
 
     def add(self, ask: Ask) -> list[Sequence]:
         self._requests += 1
-        sequences = self.booted.intake.sequences(Request(f"r{self._requests}", TokenPrompt(ask.prompt), ask.params))
+        request = Request(f"r{self._requests}", TokenPrompt(ask.prompt), ask.params, cache_salt=ask.cache_salt)
+        sequences = self.booted.intake.sequences(request)
         for sequence in sequences:
             self.engine.add(sequence)
         return sequences
@@ -118,7 +120,7 @@ class TinyEngine:
 
     def alone(self, asks: Iterable[Ask]) -> list[list[Answer]]:
         """Each request by itself, one after the other."""
-        return [self.answers([Ask(ask.prompt, ask.params)])[0] for ask in asks]
+        return [self.answers([replace(ask, at_step=0)])[0] for ask in asks]
 
 
 def tokens_of(answers: list[list[Answer]]) -> list[list[list[int]]]:

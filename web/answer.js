@@ -110,9 +110,13 @@ export class Answer {
     const { graph = {}, timings = {} } = nanoserve;
     const [word, meaning] = REASONS[reason] ?? [reason ?? "ended", null];
     const produced = usage.completion_tokens ?? this.#tokens;
+    const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
     const items = [
       { text: word, title: meaning, reason },
-      { text: plural(produced, "token"), title: `after a prompt of ${integer(usage.prompt_tokens)}` },
+      {
+        text: plural(produced, "token"),
+        title: `after a prompt of ${integer(usage.prompt_tokens)}, ${integer(cached)} of them from the prefix cache`,
+      },
     ];
     if (timings.decode_seconds > 0 && produced > 1) {
       const speed = rate((produced - 1) / timings.decode_seconds);

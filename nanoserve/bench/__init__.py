@@ -23,6 +23,8 @@ from typing import Any
 
 from nanoserve.bench.flags import (
     add_engine_flags,
+    add_mixed_flags,
+    add_prefix_flags,
     add_quality_flags,
     add_serve_flags,
     add_stalls_flags,
@@ -60,6 +62,8 @@ MEASUREMENTS = (
         "warm", "recordings: how many a run makes, where they are paid for, what memory allows", add_warm_flags
     ),
     Measurement("engine", "seconds of whole decode and prefill steps, and the bandwidth they take", add_engine_flags),
+    Measurement("mixed", "gaps of running streams while a long prompt is computed", add_mixed_flags),
+    Measurement("prefix", "first token of a chat's second turn, with and without the prefix cache", add_prefix_flags),
     Measurement("serve", "load over SSE on a running server: tokens/s, first token, gaps", add_serve_flags),
     Measurement("quality", "perplexity of a text by weight format, beside the fp32 model's", add_quality_flags),
     Measurement("start", "seconds from the command to the first token, stage by stage", add_start_flags),

@@ -110,7 +110,7 @@ def measure_decode(prepared: Prepared, rows: int, context: int, repeats: int) ->
 
 def measure_prefill(prepared: Prepared, tokens: int, repeats: int) -> Figure:
     """One prompt, in chunks of the step's budget, the first token chosen at its end."""
-    budget, size = prepared.choices.config.prefill_tokens, prepared.pool.block_size
+    budget, size = prepared.choices.config.step_rows, prepared.pool.block_size
     sequence = _sequence(tokens, size)
     sequence.table.blocks = list(range(blocks_for(tokens, size)))
     plans: list[StepPlan] = []
@@ -176,7 +176,7 @@ def _config(args: argparse.Namespace) -> EngineConfig:
         max_model_len=longest,
         max_sequences=rows,
         kv_memory_bytes=blocks * BLOCK * token_bytes,
-        prefill_tokens=args.prefill_tokens,
+        max_step_rows=max(args.max_step_rows, rows),
         warmup_seconds=0.0,
     )
 

@@ -60,10 +60,41 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N", help="sequences that decode")
     add("--context", type=int, nargs="+", default=[192, 1024], metavar="N", help="tokens of each")
     add("--prefill", type=int, nargs="+", default=[128, 512, 2048], metavar="N", help="tokens of a prompt")
-    add("--prefill-tokens", type=int, default=EngineConfig().prefill_tokens, help="prompt tokens of one step")
+    add("--max-step-rows", type=int, default=512, help="prompt tokens of one step")
     add("--repeats", type=int, default=15, help="steps of each kind; a figure is their median")
     add = parser.add_argument_group("output").add_argument
     add("--csv", type=Path, metavar="DIR", help="write the tables there, one file each")
+
+
+def add_mixed_flags(parser: argparse.ArgumentParser) -> None:
+    default = EngineConfig()
+    add = parser.add_argument_group("model and kernels").add_argument
+    add("--model", default=default.model, help="folder, .gguf file, hub id or short name")
+    add("--kernels", default="auto", choices=get_args(Kernels), help="what computes")
+    add("--threads", type=int, help="compute threads (default: one per core)")
+    add("--max-step-rows", type=int, help="rows of a step (default: what serve takes)")
+    add("--prefill-gap-seconds", type=float, default=default.prefill_gap_seconds, help="prompts may add to a gap")
+    add = parser.add_argument_group("the load").add_argument
+    add("--streams", type=int, default=8, metavar="N", help="sequences that decode")
+    add("--stream-tokens", type=int, default=64, metavar="N", help="tokens of each one's prompt")
+    add("--prompt-tokens", type=int, default=6000, metavar="N", help="tokens of the prompt that comes")
+    add("--repeats", type=int, default=1, help="rounds: a prompt beside the streams, and one alone")
+    add = parser.add_argument_group("output").add_argument
+    add("--csv", type=Path, metavar="DIR", help="write the table there")
+
+
+def add_prefix_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model and kernels").add_argument
+    add("--model", default=EngineConfig().model, help="folder, .gguf file, hub id or short name")
+    add("--kernels", default="auto", choices=get_args(Kernels), help="what computes")
+    add("--threads", type=int, help="compute threads (default: one per core)")
+    add = parser.add_argument_group("the conversations").add_argument
+    add("--history", type=int, default=2000, metavar="N", help="tokens of the first turn's prompt")
+    add("--generated", type=int, default=32, metavar="N", help="tokens of each answer")
+    add("--added", type=int, default=32, metavar="N", help="tokens the second turn adds to prompt and answer")
+    add("--repeats", type=int, default=5, help="conversations; a figure is their median")
+    add = parser.add_argument_group("output").add_argument
+    add("--csv", type=Path, metavar="DIR", help="write the table there")
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:

@@ -198,7 +198,7 @@ def _engine(
         threads=args.threads,
         max_model_len=context,
         max_sequences=ROWS,
-        prefill_tokens=ROWS,
+        max_step_rows=ROWS,
         kv_memory_bytes=blocks * BLOCK * load_config(source).kv_bytes_per_token(4),
         warmup_seconds=0.0,
     )

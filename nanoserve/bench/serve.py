@@ -11,6 +11,7 @@ import asyncio
 import json
 import math
 import resource
+import secrets
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +114,7 @@ async def measure(url: SplitResult, args: argparse.Namespace, streams: int) -> L
     before, started = _cpu_seconds(), perf_counter()
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_client(url, args, stream)) for stream in range(streams)]
+            tasks = [group.create_task(_client(url, args)) for _ in range(streams)]
     except* (OSError, asyncio.IncompleteReadError) as errors:
         raise ConfigError(f"--url {args.url} cannot be reached: {errors.exceptions[0]}; start the server") from None
     except* ConfigError as errors:
@@ -123,14 +124,14 @@ async def measure(url: SplitResult, args: argparse.Namespace, streams: int) -> L
     return Load(streams, seconds, _cpu_seconds() - before, tuple(answers))
 
 
-async def _client(url: SplitResult, args: argparse.Namespace, stream: int) -> list[Answer]:
-    return [await _ask(url, args, seed=stream * args.rounds + turn) for turn in range(args.rounds)]
+async def _client(url: SplitResult, args: argparse.Namespace) -> list[Answer]:
+    return [await _ask(url, args) for _ in range(args.rounds)]
 
 
-async def _ask(url: SplitResult, args: argparse.Namespace, *, seed: int) -> Answer:
-    """One streamed completion. Every request has a prompt of its own, so that no cache of prompts answers it."""
+async def _ask(url: SplitResult, args: argparse.Namespace) -> Answer:
+    """One streamed completion. Its prompt is drawn, so that no cache of prompts knows it from another request."""
     body = {
-        "prompt": [100 + (seed * 7 + position) % 4000 for position in range(args.prompt_tokens)],
+        "prompt": [100 + secrets.randbelow(128) for _ in range(args.prompt_tokens)],
         "max_tokens": args.generated,
         "temperature": 0,
         "ignore_eos": True,

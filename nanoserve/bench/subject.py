@@ -106,7 +106,7 @@ class Subject:
                 f"prompt and answer are {tokens:,} tokens; {self.name} was made for {limit:,}; "
                 "lower --prompt-tokens or --generated"
             )
-        config = replace(self.config, max_sequences=rows, max_model_len=tokens, prefill_tokens=rows * tokens)
+        config = replace(self.config, max_sequences=rows, max_model_len=tokens, max_step_rows=rows * tokens)
         choices = choose(config)
         pool = plan_pool(choices, self.loaded.config, self.loaded.dtype)
         if pool.capacity_tokens < rows * tokens:

@@ -11,7 +11,7 @@ import pytest
 
 from nanoserve.errors import ConfigError
 from nanoserve.request import SamplingParams
-from tests.test_engine import crowd, ids
+from tests.test_engine import crowd, family, ids
 from tests.tiny_engine import Ask, TinyEngine, params_of, tokens_of
 from tests.tiny_folder import write_served_model
 
@@ -25,8 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[Any]:
-    """Each request of the crowd by itself, on one thread."""
-    return TinyEngine(folder, **NATIVE).alone(crowd())
+    """Each request of the crowd by itself, on one thread, and all of it computed."""
+    return TinyEngine(folder, **NATIVE, prefix_cache=False).alone(crowd())
 
 
 def test_answers_follow_the_reference_kernels_until_rounding_turns_a_tie(folder: Path, alone: list[Any]) -> None:
@@ -48,10 +48,10 @@ def test_answers_follow_the_reference_kernels_until_rounding_turns_a_tie(folder:
     [
         {},
         {"threads": 2},
-        {"prefill_tokens": 1},
-        {"prefill_tokens": 7},
+        {"max_step_rows": 1, "max_sequences": 1},
+        {"max_step_rows": 8},
         {"max_sequences": 3},
-        {"blocks": 4, "prefill_tokens": 5, "max_sequences": 5},
+        {"blocks": 5, "max_step_rows": 8, "max_sequences": 5},
         {"warmup_seconds": None},
     ],
     ids=["together", "two threads", "chunks of 1", "chunks of 7", "3 rows", "preempted", "warmed"],
@@ -62,6 +62,32 @@ def test_answers_equal_solo_runs_to_the_bit_when_many_are_served(
     engine = TinyEngine(folder, **{**NATIVE, **fields})
     assert engine.answers(crowd()) == alone
     assert (engine.engine.scheduler.preemptions > 0) is ("blocks" in fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"max_step_rows": 8}, {"blocks": 9, "max_step_rows": 11, "max_sequences": 5}],
+    ids=["together", "chunks of 7", "tiny"],
+)
+def test_answers_equal_computed_ones_to_the_bit_when_prefixes_are_reused(folder: Path, fields: dict[str, Any]) -> None:
+    engine = TinyEngine(folder, **{**NATIVE, **fields})
+    alone = TinyEngine(folder, **NATIVE, prefix_cache=False).alone(family())
+    for _ in range(2):
+        assert engine.answers(family()) == alone
+    assert engine.metrics.counters.prefix_cached_tokens > 9 * 48
+
+
+def test_64_answers_are_exact_when_they_share_a_prefix_in_a_pool_of_one_and_a_half(folder: Path) -> None:
+    """Each takes five blocks at its end, three of them the prefix; greedy and seeded."""
+    asks = [
+        Ask(ids(48) + ids(2, 100 + k), params_of(temperature=0.8 * (k % 2), seed=k, max_tokens=16, logprobs=None))
+        for k in range(64)
+    ]
+    engine = TinyEngine(folder, **NATIVE, blocks=7)
+    together = engine.answers(asks)
+    assert engine.engine.scheduler.preemptions > 0
+    assert together == TinyEngine(folder, **NATIVE, prefix_cache=False).alone(asks)
+    assert engine.metrics.counters.prefix_cached_tokens > 48 * 48
 
 
 def test_every_step_replays_a_warm_graph_and_the_self_test_finds_no_difference(folder: Path) -> None:

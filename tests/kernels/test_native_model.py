@@ -59,7 +59,7 @@ def test_the_real_model_chooses_as_the_reference_does_and_bitwise_alike_in_any_c
     wanted = distributions(engine(smollm2_path, kernels="reference", attention_read="paged", max_sequences=8), ids)
     alone = distributions(engine(smollm2_path, max_sequences=1, threads=1), ids)
     together = distributions(engine(smollm2_path, max_sequences=32, threads=2), ids)
-    chunked = distributions(engine(smollm2_path, max_sequences=5, prefill_tokens=16, threads=2), ids)
+    chunked = distributions(engine(smollm2_path, max_sequences=5, max_step_rows=16, threads=2), ids)
     assert torch.equal(alone, together)
     assert torch.equal(alone, chunked)
     assert float((alone[:, 0] == wanted[:, 0]).float().mean()) > 0.9, "the likeliest token agrees"

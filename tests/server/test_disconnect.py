@@ -94,6 +94,25 @@ def test_log_has_no_traceback_when_a_client_leaves_in_the_middle_of_its_body(
     assert logged == []
 
 
+@pytest.mark.parametrize("framing", ["content-length: 1000", "transfer-encoding: chunked"])
+def test_body_that_never_ends_is_a_408_and_the_connection_closes(framing: str) -> None:
+    with serving(body_seconds=0.2) as server:
+        connection = server.connect()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{framing}\r\n\r\n"
+        connection.sendall((head + ("" if "length" in framing else "6\r\n") + '{"mess').encode())
+        answer = b""
+        while part := connection.recv(65536):  # until the server closes
+            answer += part
+        connection.close()
+        assert server.post(CHAT, HELLO).status_code == 200
+    head_bytes, _, body = answer.partition(b"\r\n\r\n")
+    assert head_bytes.startswith(b"HTTP/1.1 408")
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "body_timeout")
+    assert "6" in error["message"]
+    assert "0.2 s" in error["message"]
+
+
 def test_nothing_is_aborted_when_the_client_stays(server: Running) -> None:
     server.post(CHAT, HELLO)
     server.stream(CHAT, HELLO)

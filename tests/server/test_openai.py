@@ -10,6 +10,7 @@ import pytest
 
 from nanoserve.errors import ContextLengthExceeded, EngineFailed, QueueFull
 from nanoserve.request import ChatPrompt
+from server.schemas import LONG_BODY
 from tests.server.fake_engine import Script
 from tests.server.support import CHAT, HELLO, TEXT, Running, error_of, serving, wait_until
 
@@ -330,6 +331,24 @@ def test_body_is_refused_with_the_remedy_when_it_is_not_declared_as_json(server:
 @pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/JSON", "application/x+json"])
 def test_body_is_taken_when_it_is_declared_as_json(server: Running, content_type: str) -> None:
     assert server.post_raw(CHAT, json.dumps(HELLO).encode(), content_type).status_code == 200
+
+
+@pytest.mark.parametrize("size", [1000, LONG_BODY + 1])
+def test_long_body_is_read_off_the_loop_and_answered_or_refused_alike(server: Running, size: int) -> None:
+    body = {"messages": [{"role": "user", "content": "x" * size}]}
+    assert server.post(CHAT, body).status_code == 200
+    assert server.engine.requests[-1].prompt == ChatPrompt(({"role": "user", "content": "x" * size},))
+    refused = server.post(CHAT, body | {"temperature": 9})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "temperature")
+    assert server.post_raw(CHAT, b"{" + b" " * size).json()["error"]["code"] == "invalid_json"
+
+
+def test_priority_reaches_the_engine_and_has_a_range(server: Running) -> None:
+    for sent, seen in ((None, 0), (-3, -3), (7.0, 7)):
+        assert server.post(CHAT, HELLO | {"priority": sent}).status_code == 200
+        assert server.engine.requests[-1].priority == seen
+    refused = server.post(CHAT, HELLO | {"priority": 1001})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
 
 
 def test_models_show_the_enforced_length(server: Running) -> None:

@@ -34,6 +34,21 @@ def rendered(*messages: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     return prompt.messages
 
 
+# --- the prefix cache
+
+
+def test_salt_reaches_every_request_of_a_body() -> None:
+    assert [request.cache_salt for request in text(prompt=["a", "b"], cache_salt="tenant").requests] == ["tenant"] * 2
+    assert chat(cache_salt=None).requests[0].cache_salt == chat().requests[0].cache_salt == ""
+
+
+@pytest.mark.parametrize(("salt", "said"), [("", "cache_salt is empty; send at least one"), (5, "wrong type")])
+def test_salt_is_refused_when_it_would_isolate_nobody(salt: Any, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        chat(cache_salt=salt)
+    assert caught.value.param == "cache_salt"
+
+
 # --- ranges
 
 

@@ -1,0 +1,80 @@
+"""StepBudget: rows are bounded by the step, and by what the rows of earlier steps have cost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoserve.budget import FIXED_ROWS, StepBudget
+
+
+class Machine:
+    """Costs what `RowCosts` supposes: seconds of a decode row, of a prompt row."""
+
+    def __init__(self, decode_row: float, prefill_row: float) -> None:
+        self.decode_row, self.prefill_row = decode_row, prefill_row
+
+    def seconds(self, decode_rows: int, prefill_rows: int) -> float:
+        return self.decode_row * (decode_rows + FIXED_ROWS) + self.prefill_row * prefill_rows
+
+
+def learnt(machine: Machine, budget: StepBudget, *, steps: int = 60) -> StepBudget:
+    """After one whole prompt, decode steps, and steps of both."""
+    budget.observe(0, 200, machine.seconds(0, 200))
+    for step in range(steps):
+        rows = budget.prefill_rows(8) if step % 3 else 0
+        budget.observe(8, rows, machine.seconds(8, rows))
+    return budget
+
+
+@given(st.integers(1, 64), st.integers(0, 64), st.floats(0, 10), st.floats(1e-5, 1), st.floats(1e-5, 1))
+@settings(max_examples=60)
+def test_rows_never_exceed_the_step_and_a_prompt_always_gets_one(
+    decoding: int, more: int, gap: float, decode_row: float, prefill_row: float
+) -> None:
+    budget = learnt(Machine(decode_row, prefill_row), StepBudget(64 + more, gap_seconds=gap), steps=6)
+    if decoding < budget.max_step_rows:
+        assert 1 <= budget.prefill_rows(decoding) <= budget.max_step_rows - decoding
+    assert budget.prefill_rows(0) == budget.max_step_rows
+
+
+@given(st.floats(1e-4, 1e-2), st.floats(0.2, 5.0), st.sampled_from([0.0, 0.01, 0.05, 0.2]))
+@settings(max_examples=60)
+def test_prompts_add_what_the_bound_says_or_as_long_as_decoding_takes(
+    decode_row: float, ratio: float, gap: float
+) -> None:
+    machine = Machine(decode_row, decode_row * ratio)
+    budget = learnt(machine, StepBudget(4096, gap_seconds=gap))
+    decode, rows = machine.seconds(8, 0), budget.prefill_rows(8)
+    added = machine.seconds(8, rows) - decode
+    bound = max(gap, decode)
+    assert added <= 1.1 * bound + machine.prefill_row
+    assert added >= 0.9 * bound - machine.prefill_row or rows == 4096 - 8
+
+
+def test_rows_shrink_when_prompt_rows_become_dearer_with_the_context() -> None:
+    budget = learnt(Machine(0.001, 0.0005), StepBudget(512, gap_seconds=0.05))
+    before = budget.prefill_rows(8)
+    dear = Machine(0.001, 0.002)
+    for _ in range(60):
+        rows = budget.prefill_rows(8)
+        budget.observe(8, rows, dear.seconds(8, rows))
+    assert before == pytest.approx(100, rel=0.25)
+    assert budget.prefill_rows(8) == pytest.approx(25, rel=0.3)
+
+
+def test_one_slow_step_hardly_counts_when_something_else_took_the_machine() -> None:
+    machine = Machine(0.001, 0.0005)
+    budget = learnt(machine, StepBudget(512, gap_seconds=0.05))
+    before = budget.prefill_rows(8)
+    budget.observe(8, before, 30.0)
+    assert budget.prefill_rows(8) >= before / 3
+    for _ in range(60):
+        budget.observe(8, before, machine.seconds(8, before))
+    assert budget.prefill_rows(8) == pytest.approx(before, rel=0.25)
+
+
+def test_nothing_is_bounded_before_a_step_was_measured_or_without_a_bound() -> None:
+    assert StepBudget(512, gap_seconds=0.0).prefill_rows(8) == 504
+    assert learnt(Machine(0.001, 0.1), StepBudget(512)).prefill_rows(8) == 504
