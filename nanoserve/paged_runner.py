@@ -248,11 +248,11 @@ class PagedRunner:
         """`[len(rows.logit_rows), vocab]` fp32 of a step that belongs to no sequence, valid until the next one: for
         measurements. Whoever calls it has written the slot table, and nothing else may be running."""
         plan = plan_step(rows, self.shapes, sink_slot=self.slots.sink_slot, pad_row=self._pad_row)
-        keys = _keys(plan)
+        keys = self._keys(plan)
         for key in keys:
             if key not in self.graphs:
                 self._capture_late(key)
-        self._write(plan, [])
+        self._write(plan, [], ahead=False)
         return self.graphs.rehearse(*keys)[1].logits[: plan.real_logit_rows]
 
     # --- the padding self-test's way in (`warmup.selftest.Prober`) ---------------------------------------------
