@@ -6,6 +6,7 @@ and a clean-up that runs however the stream ends.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from nanoserve.errors import NanoserveError
 from nanoserve.request import Finished
@@ -91,6 +92,14 @@ class EventStream(EventSourceResponse):
             send_timeout=config.send_timeout_seconds,
         )
         self._on_end = on_end
+
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        """With asyncio's own timer: every token is a frame, and anyio's cancel scope takes as long as making one."""
+        try:
+            async with asyncio.timeout(self.send_timeout):
+                await send(message)
+        except TimeoutError:
+            raise SendTimeoutError from None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
