@@ -27,11 +27,11 @@ NS_INLINE void ns_unpack(const uint8_t *quants, int kind, vw w[8])
     }
 }
 
-NS_INLINE vi ns_dot_step(vi acc, vw w, const int8_t *q, int kind)
+NS_INLINE vi ns_dot8_step(vi acc, vw w, const int8_t *q)
 {
     int32_t four;
     memcpy(&four, q, sizeof four);
-    return ns_is_4bit(kind) ? vi_dot4(acc, w, four) : vi_dot8(acc, w, four);
+    return vi_dot8(acc, w, four);
 }
 
 /* What an unsigned weight's zero point takes away, before anything is added. */
@@ -55,13 +55,16 @@ NS_INLINE vf ns_lane_dot(vf acc, const vw w[8], vf d, vf m, const ns_qgroup *x, 
     if (kind == NS_Q8G) {
         for (int half = 0; half < 2; half++) {
             vi sum = NS_DOT8_BIASED ? vi_set1(x->z128[half][lane]) : vi_zero();
-            for (int v = 4 * half; v < 4 * half + 4; v++) sum = ns_dot_step(sum, w[v], q + 4 * v, kind);
+            for (int v = 4 * half; v < 4 * half + 4; v++) sum = ns_dot8_step(sum, w[v], q + 4 * v);
             acc = vf_fma(vf_mul(half ? m : d, scale), vi_float(sum), acc);
         }
         return acc;
     }
     vi sum = kind == NS_Q8M || kind == NS_Q8MF ? ns_dot_unsigned_start(x, lane) : ns_dot_start(x, lane, kind);
-    for (int v = 0; v < 8; v++) sum = ns_dot_step(sum, w[v], q + 4 * v, kind);
+    if (ns_is_4bit(kind))
+        sum = vi_dot4_group(sum, w, q);
+    else
+        for (int v = 0; v < 8; v++) sum = ns_dot8_step(sum, w[v], q + 4 * v);
     acc = vf_fma(vf_mul(d, scale), vi_float(sum), acc);
     return ns_has_min(kind) ? vf_fma(m, vf_set1(x->sx[lane]), acc) : acc;
 }

@@ -3,8 +3,9 @@
  * vf  16 floats        vi  16 int32        vw  64 bytes: 16 lanes of 4 weights, or of 2 bf16
  * vf_fma(a, b, c) = a * b + c. vf_max and vf_min return b where a comparison is false, so a NaN in b survives.
  * vf_hadd adds lanes i and i + 8, then i and i + 4, i + 2, i + 1: one order on every path.
- * vi_dot4, vi_dot8: acc + the dot product of each lane's 4 weights with 4 int8, exact. dot8 takes weights stored with
- * 128 added; where NS_DOT8_BIASED the caller starts from what that adds. vf_dot_bf16: with a pair of bf16.
+ * vi_dot8: acc + the dot product of each lane's 4 weights with 4 int8, exact, weights stored with 128 added; where
+ * NS_DOT8_BIASED the caller starts from what that adds. vi_dot4_group: of a group's 32 weights in 0..15 with 32 int8.
+ * vf_dot_bf16: with a pair of bf16.
  * NS_TILE_*: how many accumulators of each kind the register file holds.
  */
 #ifndef NS_VEC_H

@@ -143,10 +143,20 @@ NS_INLINE __m256i ns_dot_8(__m256i acc, __m256i w, __m256i x)
     return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
 }
 
-NS_INLINE vi vi_dot4(vi acc, vw w, int32_t x)
+/* A whole group is added up in int16: 16 products of 15 * 127 at most are 30480. */
+NS_INLINE vi vi_dot4_group(vi acc, const vw w[8], const int8_t *q)
 {
-    __m256i v = _mm256_set1_epi32(x);
-    return vi_pair(ns_dot_8(acc.a, w.a, v), ns_dot_8(acc.b, w.b, v));
+    __m256i a = _mm256_setzero_si256(), b = a;
+    for (int v = 0; v < 8; v++) {
+        int32_t four;
+        memcpy(&four, q + 4 * v, sizeof four);
+        __m256i x = _mm256_set1_epi32(four);
+        a = _mm256_add_epi16(a, _mm256_maddubs_epi16(w[v].a, x));
+        b = _mm256_add_epi16(b, _mm256_maddubs_epi16(w[v].b, x));
+    }
+    const __m256i ones = _mm256_set1_epi16(1);
+    return vi_pair(_mm256_add_epi32(acc.a, _mm256_madd_epi16(a, ones)),
+                   _mm256_add_epi32(acc.b, _mm256_madd_epi16(b, ones)));
 }
 
 /* Weights are stored with 128 added. Here they are taken signed, and their sign moves to x: 128 * 127 * 2 < 2^15. */

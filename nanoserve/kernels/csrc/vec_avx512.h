@@ -84,7 +84,17 @@ NS_INLINE vf vi_float(vi x) { return _mm512_cvtepi32_ps(x); }
 NS_INLINE vw vw_load(const void *p) { return _mm512_loadu_si512(p); }
 NS_INLINE vw vw_low(vw x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 NS_INLINE vw vw_high(vw x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
-NS_INLINE vi vi_dot4(vi acc, vw w, int32_t x) { return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x)); }
+
+NS_INLINE vi vi_dot4_group(vi acc, const vw w[8], const int8_t *q)
+{
+    for (int v = 0; v < 8; v++) {
+        int32_t four;
+        memcpy(&four, q + 4 * v, sizeof four);
+        acc = _mm512_dpbusd_epi32(acc, w[v], _mm512_set1_epi32(four));
+    }
+    return acc;
+}
+
 NS_INLINE vi vi_dot8(vi acc, vw w, int32_t x) { return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x)); }
 
 #if defined(NS_ISA_AVX512_BF16)

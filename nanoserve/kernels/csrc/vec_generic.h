@@ -102,7 +102,7 @@ NS_INLINE vw vw_load(const void *p) { vw out; memcpy(&out, p, sizeof out); retur
 NS_INLINE vw vw_low(vw x) { for (int i = 0; i < 64; i++) x.b[i] &= 15; return x; }
 NS_INLINE vw vw_high(vw x) { for (int i = 0; i < 64; i++) x.b[i] >>= 4; return x; }
 
-NS_INLINE vi vi_dot4(vi acc, vw w, int32_t x)
+NS_INLINE vi vi_dot8(vi acc, vw w, int32_t x)
 {
     int8_t v[4];
     memcpy(v, &x, sizeof v);
@@ -111,7 +111,15 @@ NS_INLINE vi vi_dot4(vi acc, vw w, int32_t x)
     return acc;
 }
 
-NS_INLINE vi vi_dot8(vi acc, vw w, int32_t x) { return vi_dot4(acc, w, x); }
+NS_INLINE vi vi_dot4_group(vi acc, const vw w[8], const int8_t *q)
+{
+    for (int v = 0; v < 8; v++) {
+        int32_t four;
+        memcpy(&four, q + 4 * v, sizeof four);
+        acc = vi_dot8(acc, w[v], four);
+    }
+    return acc;
+}
 
 NS_INLINE vf vf_dot_bf16(vf acc, vw w, uint32_t pair)
 {
