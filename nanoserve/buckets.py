@@ -99,8 +99,7 @@ class ShapeSet:
         return DecodeShape(bucket_for(rows, self.row_ladder), bucket_for(width, self.width_ladder))
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRow:
+class DecodeRow(NamedTuple):
     """One sequence's part in a decode step: its newest token at `position`, whose K/V goes to `write_slot`.
 
     Which token that is, the device knows: the step that chose it left it in the table row's entry of `last_tokens`.

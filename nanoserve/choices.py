@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from nanoserve.backends import CudaBackend, EagerBackend
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, choose_step_rows
 from nanoserve.errors import ConfigError, KernelBuildError
 from nanoserve.graphs import GraphBackend
 from nanoserve.models.config import ModelConfig
@@ -37,8 +37,6 @@ NATIVE_BLOCK, NATIVE_LANES, NATIVE_MAX_HEAD_DIM = 16, 16, 256
 RECTANGLE_SEQUENCES, PAGED_SEQUENCES = 8, 32
 """How many sequences run at once by default: a rectangle pays for every row at every width, a paged step only for what
 there is."""
-STEP_ROWS = 512
-"""Rows of a step by default: from here on more rows make a step longer and hardly make better use of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +64,7 @@ def choose(config: EngineConfig, model: ModelConfig | None = None) -> Choices:
     if read == "paged" and library is None and device.type == "cuda":
         raise ConfigError("the paged read has no kernel that a CUDA graph can hold; drop --attention-read paged")
     sequences = config.max_sequences or (PAGED_SEQUENCES if read == "paged" else RECTANGLE_SEQUENCES)
-    rows = config.max_step_rows or max(STEP_ROWS, 2 * sequences)
-    if rows < sequences:
-        raise ConfigError(
-            f"--max-step-rows is {rows}; {sequences} sequences may decode in one step, a row each; "
-            f"raise it to at least {sequences}, or lower --max-sequences"
-        )
+    rows = choose_step_rows(config.max_step_rows, sequences)
     chosen = replace(config, attention_read=read, max_sequences=sequences, max_step_rows=rows)
     return Choices(chosen, device, library)
 

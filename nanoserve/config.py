@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from nanoserve.errors import ConfigError
+
 AttentionRead = Literal["auto", "rectangle", "paged"]
 Quantise = Literal["none", "w8", "w4"]
 QuantiseHead = Literal["auto", "w8", "w4"]
 Kernels = Literal["auto", "reference", "native"]
 GraphBackend = Literal["auto", "eager", "cuda"]
+STEP_ROWS = 512
+"""Rows of a step by default: from here on more rows make a step longer and hardly make better use of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +98,14 @@ class EngineConfig:
         """`max_step_rows`, once it has been chosen."""
         assert self.max_step_rows is not None, "max_step_rows is still open"
         return self.max_step_rows
+
+
+def choose_step_rows(wanted: int | None, sequences: int) -> int:
+    """`max_step_rows` for so many sequences, if it is still open. Raises ConfigError if they could not all decode."""
+    rows = wanted or max(STEP_ROWS, 2 * sequences)
+    if rows < sequences:
+        raise ConfigError(
+            f"--max-step-rows is {rows}; {sequences} sequences may decode in one step, a row each; "
+            f"raise it to at least {sequences}, or lower --max-sequences"
+        )
+    return rows

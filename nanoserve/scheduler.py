@@ -124,7 +124,7 @@ class Scheduler:
         assert self._in_flight is None, "plan() while a step is in flight"
         writes: list[tuple[int, int, tuple[int, ...]]] = []
         for sequence in self._decoding():
-            if sequence.state is State.DECODE:
+            if len(sequence.tokens) > sequence.table.capacity and sequence.state is State.DECODE:
                 self._reserve_next_slot(sequence)
         swaps = self._compact()
         decoding = self._decoding()

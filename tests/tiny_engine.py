@@ -67,6 +67,7 @@ class Ask:
     params: SamplingParams
     at_step: int = 0
     cache_salt: str = ""
+    priority: int = 0
 
 
 class TinyEngine:
@@ -85,7 +86,8 @@ class TinyEngine:
 
     def add(self, ask: Ask) -> list[Sequence]:
         self._requests += 1
-        request = Request(f"r{self._requests}", TokenPrompt(ask.prompt), ask.params, cache_salt=ask.cache_salt)
+        name, prompt = f"r{self._requests}", TokenPrompt(ask.prompt)
+        request = Request(name, prompt, ask.params, priority=ask.priority, cache_salt=ask.cache_salt)
         sequences = self.booted.intake.sequences(request)
         for sequence in sequences:
             self.engine.add(sequence)

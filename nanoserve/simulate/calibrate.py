@@ -17,7 +17,7 @@ from nanoserve.bench.tables import Column, Record, Table, milliseconds, publish,
 from nanoserve.boot import Booted
 from nanoserve.buckets import row_buckets
 from nanoserve.build import Prepared, prepare
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, choose_step_rows
 from nanoserve.metrics import Metrics
 from nanoserve.models.config import load_config
 from nanoserve.probe import cores
@@ -43,17 +43,17 @@ class Ladders:
 
     rows: tuple[int, ...]
     contexts: tuple[int, ...]
-    prefill_tokens: int
+    max_step_rows: int
 
     @property
     def body(self) -> list[int]:
-        return sorted({*self.rows, *chunk_sizes(self.prefill_tokens)})
+        return sorted({*self.rows, *chunk_sizes(self.max_step_rows)})
 
     def steps(self, *, rectangle: bool) -> list[HandMadeStep]:
         return grid(
             row_ladder=self.rows,
             contexts=self.contexts,
-            prefill_tokens=self.prefill_tokens,
+            max_step_rows=self.max_step_rows,
             rectangle=rectangle,
         )
 
@@ -62,7 +62,9 @@ def calibrate(args: argparse.Namespace) -> int:
     """Measure, write `--costs`, print how well the fit says what was measured. Raises StartupError."""
     longest = args.max_model_len or CONTEXTS[-1]
     contexts = tuple(sorted({min(context, longest) for context in CONTEXTS}))
-    ladders = Ladders(row_buckets(max(args.max_sequences)), contexts, max(args.prefill_tokens))
+    sequences = max(args.max_sequences)
+    step_rows = choose_step_rows(max(args.max_step_rows or [0]), sequences)
+    ladders = Ladders(row_buckets(sequences), contexts, step_rows)
     config = _config(args, ladders)
     metrics = Metrics(__version__)
     prepared = prepare(config, metrics, lambda progress: None)
@@ -120,7 +122,7 @@ def _former(prepared: Prepared, read: Read) -> Former:
     if read == "paged":
         return PagedFormer(
             max_sequences=config.sequences,
-            prefill_tokens=config.prefill_tokens,
+            max_step_rows=config.step_rows,
             pads_compute=prepared.choices.kernels != "native",
         )
     return RectangleFormer(
@@ -132,7 +134,7 @@ def _former(prepared: Prepared, read: Read) -> Former:
 
 def _config(args: argparse.Namespace, ladders: Ladders) -> EngineConfig:
     """A pool of just what the largest step of the grid reads, since all of it is filled."""
-    longest = max(ladders.contexts[-1], ladders.contexts[-1] // 2 + ladders.prefill_tokens)
+    longest = max(ladders.contexts[-1], ladders.contexts[-1] // 2 + ladders.max_step_rows)
     blocks = max(step.blocks(args.block_size) for step in ladders.steps(rectangle=False)) + 1
     token_bytes = load_config(resolve(args.model)).kv_bytes_per_token(4 if args.kernels == "reference" else 2)
     return EngineConfig(
@@ -143,7 +145,9 @@ def _config(args: argparse.Namespace, ladders: Ladders) -> EngineConfig:
         max_model_len=longest,
         max_sequences=ladders.rows[-1],
         block_size=args.block_size,
-        prefill_tokens=ladders.prefill_tokens,
+        max_step_rows=ladders.max_step_rows,
+        prefill_gap_seconds=args.prefill_gap_seconds,
+        prefix_cache=args.prefix_cache,
         width_multiple=args.width_multiple,
         kv_memory_bytes=blocks * args.block_size * token_bytes,
         warmup_seconds=0.0,

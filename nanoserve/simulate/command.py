@@ -80,18 +80,21 @@ def chosen_loads(args: argparse.Namespace) -> list[tuple[str, Load]]:
 
 def chosen_sizes(args: argparse.Namespace) -> list[Sizes]:
     """Every combination of the swept flags."""
-    swept = product(args.max_sequences, args.kv_blocks or [None], args.prefill_tokens)
+    swept = product(args.max_sequences, args.kv_blocks or [None], args.max_step_rows or [None])
     return [
         Sizes(
             max_sequences=sequences,
             kv_blocks=blocks,
-            prefill_tokens=prefill,
+            max_step_rows=rows,
+            prefill_gap_seconds=args.prefill_gap_seconds,
+            prefix_cache=args.prefix_cache,
             block_size=args.block_size,
             max_model_len=args.max_model_len,
             max_queued=args.max_queued,
+            max_queued_tokens=args.max_queued_tokens,
             width_multiple=args.width_multiple,
         )
-        for sequences, blocks, prefill in swept
+        for sequences, blocks, rows in swept
     ]
 
 

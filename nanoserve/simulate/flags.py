@@ -38,17 +38,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the deployment (flags of `nanoserve serve`)").add_argument
     add("--max-sequences", type=int, nargs="+", default=[32], metavar="N", help="sequences that run at once")
     add("--kv-blocks", type=int, nargs="+", metavar="N", help="blocks of the K/V pool (default: never short)")
-    add(
-        "--prefill-tokens",
-        type=int,
-        nargs="+",
-        default=[default.prefill_tokens],
-        metavar="N",
-        help="prompt tokens one step may compute",
-    )
+    add("--max-step-rows", type=int, nargs="+", metavar="N", help="rows of a step (default: what serve takes)")
+    add("--prefill-gap-seconds", type=float, default=default.prefill_gap_seconds, help="prompts may add to a gap")
     add("--block-size", type=int, default=default.block_size, help="tokens in a K/V block")
+    text = "reuse what was computed for the same first tokens"
+    add("--prefix-cache", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--max-model-len", type=int, help="tokens of prompt and answer together (default: the longest request's)")
     add("--max-queued", type=int, default=default.max_queued, help="waiting sequences before requests are refused")
+    add("--max-queued-tokens", type=int, help="waiting prompt tokens before requests are refused (default: no limit)")
     add("--attention-read", choices=READS, help="of K/V (default: that of the costs; with --step-ms: paged)")
     add("--width-multiple", type=int, default=default.width_multiple, help="of the rectangle read's widths")
     add = parser.add_argument_group("a real engine on this machine").add_argument

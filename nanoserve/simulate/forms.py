@@ -38,8 +38,8 @@ def kind_of(plan: StepPlan) -> StepKind:
 class PagedFormer:
     """One forward over all rows, one body and at most one head."""
 
-    def __init__(self, *, max_sequences: int, prefill_tokens: int, pads_compute: bool) -> None:
-        shapes = PagedShapes.build(max_step_rows=max_sequences + prefill_tokens, max_logit_rows=max_sequences)
+    def __init__(self, *, max_sequences: int, max_step_rows: int, pads_compute: bool) -> None:
+        shapes = PagedShapes.build(max_step_rows=max_step_rows, max_logit_rows=max_sequences)
         self._pads_compute = pads_compute
         self._rows, self._heads = shapes.row_ladder, shapes.head_ladder
         self._keys: dict[tuple[int, int], tuple[GraphKey, ...]] = {}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from nanoserve import __version__
+from nanoserve.admission import Limits
 from nanoserve.async_engine import AsyncEngine
 from nanoserve.bench.tables import Column, Record, Table
 from nanoserve.boot import Boot, Booted, Report
@@ -49,13 +50,13 @@ class Measured:
         return self.output_tokens / (self.ended - self.started)
 
 
-def serve_live(boot: Boot, metrics: Metrics, load: Load, *, vocab_size: int, max_queued: int = 1024) -> Measured:
+def serve_live(boot: Boot, metrics: Metrics, load: Load, *, vocab_size: int, limits: Limits | None = None) -> Measured:
     """Boot an engine, serve one short request that does not count, then `load` to its end. Raises StartupError."""
-    return asyncio.run(_serve(boot, metrics, load, vocab_size, max_queued))
+    return asyncio.run(_serve(boot, metrics, load, vocab_size, limits))
 
 
-async def _serve(boot: Boot, metrics: Metrics, load: Load, vocab_size: int, max_queued: int) -> Measured:
-    engine = AsyncEngine(boot, metrics, model_names=("model",), version=__version__, max_queued=max_queued)
+async def _serve(boot: Boot, metrics: Metrics, load: Load, vocab_size: int, limits: Limits | None) -> Measured:
+    engine = AsyncEngine(boot, metrics, model_names=("model",), version=__version__, limits=limits)
     async with engine:
         while (status := engine.snapshot().health["status"]) not in ("ready", "degraded"):
             if status == "failed":
@@ -87,8 +88,9 @@ class _Client:
 
     async def ask(self, done: Measured, ask: Ask, name: str) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=ask.output_tokens, ignore_eos=True)
+        request = Request(name, TokenPrompt(self._prompt(ask, name)), params, priority=ask.priority)
         try:
-            stream = await self._engine.submit(Request(name, TokenPrompt(self._prompt(ask, name)), params))
+            stream = await self._engine.submit(request)
         except (ClientError, Unavailable):
             done.refused += 1
             return
@@ -174,9 +176,10 @@ def _live_run(args: argparse.Namespace, read: Read, run: Run, load: Load) -> Mea
         max_model_len=sizes.longest(load),
         max_sequences=sizes.max_sequences,
         block_size=sizes.block_size,
-        prefill_tokens=sizes.prefill_tokens,
+        max_step_rows=sizes.step_rows,
+        prefill_gap_seconds=sizes.prefill_gap_seconds,
+        prefix_cache=sizes.prefix_cache,
         width_multiple=sizes.width_multiple,
-        max_queued=sizes.max_queued,
         kv_memory_bytes=(run.result.blocks + 1) * sizes.block_size * token_bytes,
     )
     metrics = Metrics(__version__)
@@ -185,7 +188,7 @@ def _live_run(args: argparse.Namespace, read: Read, run: Run, load: Load) -> Mea
         return build_engine(config, metrics, report, bar=False)
 
     print(f"serving {load.describe()} on {args.model} …", file=sys.stderr)
-    done = serve_live(boot, metrics, load, vocab_size=model.vocab_size, max_queued=sizes.max_queued)
+    done = serve_live(boot, metrics, load, vocab_size=model.vocab_size, limits=sizes.limits)
     if not done.output_tokens:
         raise ConfigError("the engine answered no request of the load; raise --max-queued or shorten the requests")
     return done

@@ -158,8 +158,8 @@ def _draw_sweep(about: str, runs: list[Run]) -> str:
     canvas.panel(MARGIN, TOP, WIDTH - 2 * MARGIN, panel, "Combinations", "bars of one column share a scale")
     records = [run.record() for run in runs]
     names = [f"{r['load']}, {r['max_sequences']:,} sequences, {r['kv_blocks']:,} blocks" for r in records]
-    if len({record["prefill_tokens"] for record in records}) > 1:
-        names = [f"{name}, prefill {record['prefill_tokens']:,}" for name, record in zip(names, records, strict=True)]
+    if len({record["max_step_rows"] for record in records}) > 1:
+        names = [f"{name}, {record['max_step_rows']:,} rows" for name, record in zip(names, records, strict=True)]
     for index, name in enumerate(names):
         canvas.text(MARGIN + 22, TOP + head + row * index + 14, name, "small")
     columns: list[tuple[str, str, str, Callable[[float], str]]] = [

@@ -106,8 +106,9 @@ class Result:
 
     finished     indices of the requests that ended, in order
     never_fit    requests longer than the context or the whole pool; refused: the queue was full
-    prompt_tokens  of requests whose answer began; prefilled_tokens: computed for them, again after a preemption
-    cached_tokens  found in the pool instead
+    prompt_tokens  of requests whose answer began; prefilled_tokens: computed of prompts, or again after a preemption
+    cached_tokens  prompt tokens that the prefix cache had when their sequence was first admitted
+    recomputed_tokens  prompt and generated tokens computed again after a preemption, the cache having lost them
     tallies      by (kind, rows, width) of the bucket; `shapes` counts steps by the graphs they replay
     """
 
@@ -120,6 +121,7 @@ class Result:
     prompt_tokens: int = 0
     prefilled_tokens: int = 0
     cached_tokens: int = 0
+    recomputed_tokens: int = 0
     preemptions: int = 0
     never_fit: int = 0
     refused: int = 0
@@ -142,11 +144,6 @@ class Result:
     @property
     def tokens_per_second(self) -> float:
         return self.output_tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def recomputed_tokens(self) -> int:
-        """Prompt and generated tokens that were computed more than once, because of preemptions."""
-        return max(0, self.prefilled_tokens + self.cached_tokens - self.prompt_tokens)
 
     @property
     def most_blocks(self) -> int:

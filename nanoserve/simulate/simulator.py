@@ -1,11 +1,12 @@
 """The serving loop without a device: the real Scheduler and BlockPool, and a clock that costs move. No torch.
 
 The order of events is `AsyncEngine`'s. The tokens of a step are delivered while the next one runs, and what arrives
-during a step is planned after it: what a client sends upon its last token misses the step planned in between.
+during a step is admitted to the line then and planned after it: what a client sends upon its last token misses the step
+planned in between.
 
     plan N       host part       compute N                       plan N + 1
     |------------|---------------|-------------------------------|----------
-                 tokens of N - 1 delivered                        arrivals since plan N are in
+                 tokens of N - 1 delivered                        arrivals since plan N are in line
 """
 
 from __future__ import annotations
@@ -14,8 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+from nanoserve import __version__
+from nanoserve.admission import Admission, Limits
 from nanoserve.blocks import BlockPool, blocks_for
-from nanoserve.errors import ConfigError
+from nanoserve.budget import StepBudget
+from nanoserve.config import choose_step_rows
+from nanoserve.errors import ConfigError, QueueFull
+from nanoserve.metrics import Metrics
+from nanoserve.prefix import PrefixCache
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, StepPlan
@@ -31,15 +38,27 @@ Observer = Callable[[float, StepPlan], None]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """One deployment, in the flags of `nanoserve serve`. `kv_blocks` None is a pool that never fills."""
+    """One deployment, in the flags of `nanoserve serve`. `kv_blocks` None is a pool in which no sequence gives way."""
 
     max_sequences: int = 32
     kv_blocks: int | None = None
-    prefill_tokens: int = 512
+    max_step_rows: int | None = None
+    prefill_gap_seconds: float = 0.05
+    prefix_cache: bool = True
     block_size: int = 16
     max_model_len: int | None = None
     max_queued: int = 1024
+    max_queued_tokens: int | None = None
     width_multiple: int = 128
+
+    @property
+    def step_rows(self) -> int:
+        """`max_step_rows`, or what a server takes. Raises ConfigError if the sequences could not all decode."""
+        return choose_step_rows(self.max_step_rows, self.max_sequences)
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.max_queued, self.max_queued_tokens)
 
     def blocks(self, load: Load) -> int:
         """Blocks of the pool: with None, what every sequence needs at the longest request's length."""
@@ -55,7 +74,7 @@ class Sizes:
 def simulate(sizes: Sizes, costs: Costs, load: Load, *, observe: Observer | None = None) -> Result:
     """Serve `load` to its end. `observe` is told of every plan when it is made (seconds, plan).
 
-    Raises ConfigError if no request of the load fits.
+    Raises ConfigError if no request of the load fits, or a step does not hold the sequences.
     """
     return _Simulation(sizes, costs, load, observe).run()
 
@@ -66,7 +85,6 @@ class _Simulation:
         self._load = load
         self._costs = costs
         self._observe = observe
-        self._max_queued = sizes.max_queued
         self._block_size = sizes.block_size
         self._limit = min(sizes.longest(load), blocks * sizes.block_size)
         if not any(ask.tokens <= self._limit for ask in load.asks):
@@ -76,14 +94,20 @@ class _Simulation:
                 "--max-model-len, or shorten the requests"
             )
         self._pool = BlockPool(blocks, sizes.block_size)
-        self._scheduler = Scheduler(self._pool, max_sequences=sizes.max_sequences, prefill_tokens=sizes.prefill_tokens)
+        self._scheduler = Scheduler(
+            self._pool,
+            max_sequences=sizes.max_sequences,
+            budget=StepBudget(sizes.step_rows, gap_seconds=sizes.prefill_gap_seconds),
+            prefix=PrefixCache(self._pool) if sizes.prefix_cache else None,
+        )
+        self._admission = Admission(sizes.limits, Metrics(__version__))
         self._former = _former(sizes, costs, self._limit)
         self._arrivals = load.opening()
         heapify(self._arrivals)
         self._index: dict[Sequence, int] = {}
         self._asked_at: dict[Sequence, float] = {}
         self._told_at: dict[Sequence, float] = {}
-        self._prefilling: set[Sequence] = set()
+        self._computed: dict[Sequence, int] = {}
         self._prefixes: dict[str, list[int]] = {}
         self._next_id = 1
         self.result = Result(blocks=blocks, block_size=sizes.block_size)
@@ -93,7 +117,6 @@ class _Simulation:
         self.result.started = now
         ready: list[Sequence] = []
         while True:
-            self._arrive(now)
             plan = self._scheduler.plan()
             if plan is None:
                 self._deliver(ready, now)
@@ -102,6 +125,7 @@ class _Simulation:
                     break
                 assert not self._scheduler.has_work, "sequences wait, and nothing runs that could make room for them"
                 now = max(now, self._arrivals[0][0])
+                self._arrive(now)
                 continue
             if self._observe is not None:
                 self._observe(now, plan)
@@ -109,33 +133,40 @@ class _Simulation:
             chosen = _chosen(plan)
             launched = now + self._costs.host_seconds(len(chosen))
             self._deliver(ready, launched)
-            ended = launched + sum([self._costs.compute_seconds(work) for work in form.works])
+            seconds = sum([self._costs.compute_seconds(work) for work in form.works])
+            ended = launched + seconds
             self._account(plan, form, now, ended)
-            tokens = {sequence: self._index[sequence] for sequence in chosen}
-            ready = self._scheduler.commit(tokens)
+            self._arrive(ended)
+            self._scheduler.budget.observe(len(plan.decode), plan.prefill_tokens, seconds)
+            ready = self._scheduler.commit({sequence: self._index[sequence] for sequence in chosen})
             now = ended
         self.result.preemptions = self._scheduler.preemptions
+        if (prefix := self._scheduler.prefix) is not None:
+            self.result.cached_tokens = prefix.cached_tokens
         return self.result
 
     # --- clients -------------------------------------------------------------------------------------------
 
     def _arrive(self, now: float) -> None:
-        """Queue, or refuse, what has arrived by now."""
+        """Queue, or refuse, what has arrived by `now`."""
         arrivals = self._arrivals
         while arrivals and arrivals[0][0] <= now:
             seconds, index = heappop(arrivals)
             ask = self._load.asks[index]
             if ask.tokens > self._limit:
                 self.result.never_fit += 1
-            elif self._scheduler.waiting >= self._max_queued:
-                self.result.refused += 1
-            else:
-                sequence = self._sequence(index, ask)
-                self._index[sequence] = index
-                self._asked_at[sequence] = seconds
-                self._scheduler.add(sequence)
+                self._follow(index, seconds)
                 continue
-            self._follow(index, now)
+            sequence = self._sequence(index, ask)
+            try:
+                self._admission.check(self._scheduler, [sequence])
+            except QueueFull:
+                self.result.refused += 1
+                self._follow(index, seconds)
+                continue
+            self._index[sequence] = index
+            self._asked_at[sequence] = seconds
+            self._scheduler.add(sequence)
 
     def _follow(self, index: int, now: float) -> None:
         following = self._load.after(index, now)
@@ -161,6 +192,7 @@ class _Simulation:
             stop_token_ids=frozenset(),
             eos_token_ids=frozenset(),
             block_size=self._block_size,
+            priority=ask.priority,
         )
 
     def _new_ids(self, count: int) -> list[int]:
@@ -201,21 +233,21 @@ class _Simulation:
         scheduler, start = self._scheduler, now - result.started
         result.timeline.add(start, ended - result.started, scheduler.running, scheduler.waiting, self._pool.used_blocks)
         for sequence, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True):
+            stop = chunk.start + len(chunk.token_ids)
+            # A sequence that has generated was computed up to its newest token; before that, as far as its chunks got.
+            known = len(sequence.tokens) - 1 if sequence.generated else self._computed.get(sequence, 0)
             result.prefilled_tokens += len(chunk.token_ids)
-            # Where a prefill begins past position 0, the scheduler found the tokens before it in the pool.
-            if sequence not in self._prefilling:
-                result.cached_tokens += chunk.start
-                self._prefilling.add(sequence)
+            result.recomputed_tokens += max(0, min(stop, known) - chunk.start)
+            self._computed[sequence] = max(known, stop)
             if chunk.last:
-                self._prefilling.discard(sequence)
-                if sequence not in self._told_at:
-                    result.prompt_tokens += sequence.prompt_tokens
+                del self._computed[sequence]
+                result.prompt_tokens += 0 if sequence.generated else sequence.prompt_tokens
 
 
 def _former(sizes: Sizes, costs: Costs, limit: int) -> Former:
     if costs.read == "paged":
         return PagedFormer(
-            max_sequences=sizes.max_sequences, prefill_tokens=sizes.prefill_tokens, pads_compute=costs.pads_compute
+            max_sequences=sizes.max_sequences, max_step_rows=sizes.step_rows, pads_compute=costs.pads_compute
         )
     return RectangleFormer(max_sequences=sizes.max_sequences, max_model_len=limit, width_multiple=sizes.width_multiple)
 

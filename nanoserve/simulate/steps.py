@@ -132,7 +132,7 @@ def _seconds(engine: Engine, plan: StepPlan) -> float:
 
 
 def grid(
-    *, row_ladder: SequenceOf[int], contexts: SequenceOf[int], prefill_tokens: int, rectangle: bool
+    *, row_ladder: SequenceOf[int], contexts: SequenceOf[int], max_step_rows: int, rectangle: bool
 ) -> list[HandMadeStep]:
     """What is measured: decode rows at several contexts, the same rows without a head, prompt chunks at several starts,
     and both together. A rectangle's decode steps always have a head."""
@@ -141,7 +141,7 @@ def grid(
     if not rectangle:
         bare = Chunk(contexts[0] - 1, 1)
         steps += [HandMadeStep(chunks=(bare,) * rows) for rows in row_ladder]
-    sizes = chunk_sizes(prefill_tokens)
+    sizes = chunk_sizes(max_step_rows)
     starts = sorted({0, longest // 2})
     steps += [HandMadeStep(chunks=(Chunk(start, size),)) for size in sizes for start in starts]
     steps += [HandMadeStep(chunks=(Chunk(0, size, last=True),)) for size in sizes]
@@ -150,12 +150,12 @@ def grid(
     steps += [
         HandMadeStep((middle,) * (rows - 1), (Chunk(0, size, last=True),))
         for rows in sorted({some, most} - {1})
-        for size in sizes
+        for size in sorted({min(size, max_step_rows - (rows - 1)) for size in sizes})
     ]
     return steps
 
 
-def chunk_sizes(prefill_tokens: int) -> list[int]:
-    """16, 64, 256, … and the budget itself."""
-    sizes = [size for size in (16, 64, 256, 1024) if size < prefill_tokens]
-    return [*sizes, prefill_tokens]
+def chunk_sizes(max_step_rows: int) -> list[int]:
+    """16, 64, 256, … and a step's most rows."""
+    sizes = [size for size in (16, 64, 256, 1024) if size < max_step_rows]
+    return [*sizes, max_step_rows]

@@ -1,7 +1,8 @@
 """Arrivals: who asks for what, when. Made from a seed, or read from a recorded trace of JSON lines. No clock.
 
 A line of a trace is an object: `arrival_seconds`, `prompt_tokens`, `output_tokens` and, where prompts begin alike,
-`prefix_id` (text) with `prefix_tokens`. Other keys are left alone, so that a recorder may write more than is needed.
+`prefix_id` (text) with `prefix_tokens`; `priority`, the lower the sooner, is 0 where it is not given. Other keys are
+left alone, so that a recorder may write more than is needed.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ MOST_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. `prefix_tokens` of its prompt are shared with every request of the same `prefix_id`."""
+    """One request. `prefix_tokens` of its prompt are shared with every request of the same `prefix_id`; the lower its
+    `priority`, the sooner it is served."""
 
     arrival_seconds: float
     prompt_tokens: int
     output_tokens: int
     prefix_id: str | None = None
     prefix_tokens: int = 0
+    priority: int = 0
 
     @property
     def tokens(self) -> int:
@@ -204,7 +207,9 @@ def _ask(line: dict[str, Any]) -> Ask:
     if prefix > prompt:
         raise ValueError(f"prefix_tokens is {prefix:,}, more than the {prompt:,} prompt_tokens")
     output = _tokens(line, "output_tokens", 1)
-    return Ask(float(arrival), prompt, output, None if prefix_id is None else str(prefix_id), prefix)
+    if type(priority := line.get("priority", 0)) is not int:
+        raise ValueError(f"priority is {priority!r}; it must be a whole number, the lower the sooner")
+    return Ask(float(arrival), prompt, output, None if prefix_id is None else str(prefix_id), prefix, priority)
 
 
 def _tokens(line: dict[str, Any], key: str, least: int) -> int:
@@ -222,4 +227,6 @@ def _line(ask: Ask) -> dict[str, Any]:
     }
     if ask.prefix_id is not None:
         line |= {"prefix_id": ask.prefix_id, "prefix_tokens": ask.prefix_tokens}
+    if ask.priority:
+        line["priority"] = ask.priority
     return line

@@ -49,7 +49,7 @@ def test_tables_csv_picture_and_warm_list_say_the_same(tmp_path: Path, capsys: p
 
 
 def test_lists_are_swept_in_every_combination(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep = ["--rate", "5", "50", "--max-sequences", "2", "8", "--kv-blocks", "6", "60", "--prefill-tokens", "16"]
+    sweep = ["--rate", "5", "50", "--max-sequences", "2", "8", "--kv-blocks", "6", "60", "--max-step-rows", "24"]
     sweep += ["--output-tokens", "30"]
     _, result = run(capsys, *HAND, *SMALL, *sweep, "--picture", tmp_path / "sweep.svg")
     keys = [(record["load"], record["max_sequences"], record["kv_blocks"]) for record in result["runs"]]
@@ -57,6 +57,18 @@ def test_lists_are_swept_in_every_combination(tmp_path: Path, capsys: pytest.Cap
     assert any(record["preemptions"] for record in result["runs"] if record["kv_blocks"] == 6)
     assert not any(record["preemptions"] for record in result["runs"] if record["kv_blocks"] == 60)
     assert "Combinations" in (tmp_path / "sweep.svg").read_text()
+
+
+def test_shared_prefixes_are_computed_once_unless_the_cache_is_off(capsys: pytest.CaptureFixture[str]) -> None:
+    """40 requests of 320 tokens, the same 300 first: 18 full blocks that all but the first find."""
+    shared = [*HAND, *SMALL, "--streams", "4", "--prefix-tokens", "300", "--max-step-rows", "64", "128"]
+    _, cached = run(capsys, *shared)
+    _, computed = run(capsys, *shared, "--no-prefix-cache")
+    assert [record["max_step_rows"] for record in cached["runs"]] == [64, 128]
+    assert [record["cached_tokens"] for record in cached["runs"]] == [39 * 18 * 16] * 2
+    assert [record["cached_tokens"] for record in computed["runs"]] == [0, 0]
+    for with_cache, without in zip(cached["runs"], computed["runs"], strict=True):
+        assert with_cache["tokens_per_second"] > 2 * without["tokens_per_second"]
 
 
 def test_saved_trace_runs_as_the_synthetic_load_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,6 +96,11 @@ def test_simulation_needs_no_torch() -> None:
         (HAND, "no load given; name one of --streams N, --rate R and --trace FILE"),
         ([*HAND, "--streams", "2", "--rate", "3"], "--streams and --rate given"),
         ([*HAND, "--rate", "0"], "--rate is 0.0; it must be above 0"),
+        (
+            [*HAND, "--streams", "2", "--max-step-rows", "31"],
+            "--max-step-rows is 31; 32 sequences may decode in one step",
+        ),
+        ([*HAND, "--streams", "2", "--prefill-gap-seconds", "-1"], "--prefill-gap-seconds is -1.0"),
         ([*HAND, "--streams", "0"], "--streams is 0; it must be at least 1"),
         ([*HAND, "--streams", "2", "--seed", "-1"], "--seed is -1; it must be at least 0"),
         ([*HAND, "--streams", "2", "--prefix-share", "2"], "--prefix-share is 2.0; it must be from 0 to 1"),
@@ -117,7 +134,7 @@ def test_costs_of_a_real_engine_are_measured_and_its_answers_compared(
     before = torch.get_num_threads()
     folder, costs = write_served_model(tmp_path / "tiny", num_hidden_layers=1), tmp_path / "costs.json"
     engine = ["--model", folder, "--kernels", "reference", "--threads", "1", "--costs", costs, "--max-model-len", "64"]
-    engine += ["--max-sequences", "2", "--prefill-tokens", "16", "--width-multiple", "32"]
+    engine += ["--max-sequences", "2", "--max-step-rows", "16", "--width-multiple", "32"]
     try:
         _, measured = run(capsys, "--calibrate", "--calibrate-seconds", "0", *engine, "--attention-read", read)
         _, compared = run(

@@ -31,10 +31,16 @@ HOST = replace(COSTS, host_step=0.001, host_row=0.0001)
 @st.composite
 def loads(draw: st.DrawFn) -> Load:
     asks = [
-        Ask(arrival, prompt, output, "p" if prefix else None, min(prefix, prompt))
-        for arrival, prompt, output, prefix in draw(
+        Ask(arrival, prompt, output, "p" if prefix else None, min(prefix, prompt), priority)
+        for arrival, prompt, output, prefix, priority in draw(
             st.lists(
-                st.tuples(st.floats(0, 2), st.integers(1, 60), st.integers(1, 20), st.sampled_from([0, 0, 9, 17])),
+                st.tuples(
+                    st.floats(0, 2),
+                    st.integers(1, 60),
+                    st.integers(1, 20),
+                    st.sampled_from([0, 0, 9, 17]),
+                    st.sampled_from([0, 0, 0, -1, 1]),
+                ),
                 min_size=1,
                 max_size=25,
             )
@@ -48,10 +54,13 @@ def loads(draw: st.DrawFn) -> Load:
 @st.composite
 def deployments(draw: st.DrawFn) -> Sizes:
     """The pool holds one request of the longest kind, and from there to several."""
+    sequences = draw(st.integers(1, 6))
     return Sizes(
-        max_sequences=draw(st.integers(1, 6)),
+        max_sequences=sequences,
         kv_blocks=draw(st.one_of(st.none(), st.integers(20, 60))),
-        prefill_tokens=draw(st.sampled_from([1, 7, 32, 64])),
+        max_step_rows=sequences + draw(st.sampled_from([0, 1, 7, 32, 64])),
+        prefill_gap_seconds=draw(st.sampled_from([0.0, 0.05])),
+        prefix_cache=draw(st.booleans()),
         block_size=4,
     )
 
@@ -65,9 +74,15 @@ def test_every_request_ends_once_and_every_token_is_told_once(load: Load, sizes:
     assert len(result.ttfts) == len(load.asks)
     assert len(result.gaps) == sum(ask.output_tokens - 1 for ask in load.asks)
     assert result.prompt_tokens == sum(ask.prompt_tokens for ask in load.asks)
+    first = result.prefilled_tokens - result.recomputed_tokens
     if not result.preemptions:
-        assert result.prefilled_tokens + result.cached_tokens == result.prompt_tokens
-    assert result.prefilled_tokens + result.cached_tokens >= result.prompt_tokens
+        assert result.recomputed_tokens == 0
+        assert first == result.prompt_tokens - result.cached_tokens
+    # A sequence that comes back computes its newest token for the first time, and finds what others did meanwhile.
+    assert first <= result.prompt_tokens - result.cached_tokens + result.preemptions
+    if not sizes.prefix_cache:
+        assert first >= result.prompt_tokens
+        assert result.cached_tokens == 0
     assert result.most_blocks <= result.blocks
     assert result.refused == result.never_fit == 0
 
@@ -154,7 +169,47 @@ def test_idle_engine_starts_when_the_next_request_arrives() -> None:
 def test_requests_are_refused_when_the_queue_is_full_and_the_rest_are_served() -> None:
     load = OpenLoop([Ask(0.0, 4, 4)] * 10, "burst")
     result = simulate(Sizes(max_sequences=1, max_queued=3), COSTS, load)
-    assert (len(result.finished), result.refused) == (3, 7)
+    assert (len(result.finished), result.refused) == (4, 6), "one that a row is free for, and three that wait"
+    result = simulate(Sizes(max_sequences=1, max_queued_tokens=9), COSTS, load)
+    assert (len(result.finished), result.refused) == (2, 8)
+
+
+def test_request_that_comes_during_a_step_finds_the_rows_of_those_that_end_with_it_taken() -> None:
+    """Steps of 5 and 3.5 ms: the second request waits when the third comes, 1 ms before the first one ends."""
+    asks = [Ask(0.0, 4, 2), Ask(0.0075, 4, 2), Ask(0.0076, 4, 2)]
+    result = simulate(Sizes(max_sequences=1, max_queued=1), COSTS, OpenLoop(asks, "three"))
+    assert (result.finished, result.refused) == ([0, 1], 1)
+    result = simulate(Sizes(max_sequences=1, max_queued=1), COSTS, OpenLoop([*asks[:2], Ask(0.01, 4, 2)], "three"))
+    assert (result.finished, result.refused) == ([0, 1, 2], 0)
+
+
+# --- policy --------------------------------------------------------------------------------------------------------
+
+
+def test_urgent_request_passes_those_that_wait() -> None:
+    load = OpenLoop([Ask(0.0, 4, 4), Ask(0.001, 4, 4), Ask(0.002, 4, 4, priority=-1)], "three")
+    assert simulate(Sizes(max_sequences=1), COSTS, load).finished == [0, 2, 1]
+
+
+def test_prompt_takes_no_more_rows_than_the_gap_has_time_for() -> None:
+    """Rows of 1 ms and nothing else, one stream decoding, 4 ms to spend: once it is known what a row costs, four of a
+    prompt in a step."""
+    costs = costs_by_hand("0,1,0", "paged")
+    load = OpenLoop([Ask(0.0, 8, 40), Ask(0.02, 100, 1)], "two")
+    chunks: list[int] = []
+
+    def note(now: float, plan: StepPlan) -> None:
+        if plan.decode and plan.chunks:
+            chunks.append(plan.prefill_tokens)
+
+    gap = simulate(Sizes(prefill_gap_seconds=0.004), costs, load, observe=note).gaps.percentiles()["max"]
+    bounded, chunks = chunks, []
+    simulate(Sizes(prefill_gap_seconds=1.0), costs, load, observe=note)
+    assert chunks == [100]
+    assert set(bounded[9:-1]) == {4}
+    assert sum(bounded) == 100
+    assert gap == pytest.approx(0.001 * (1 + max(bounded)))
+    assert max(bounded) == 8
 
 
 def test_requests_that_never_fit_are_counted_and_a_stream_goes_on_without_them() -> None:
@@ -181,25 +236,31 @@ def edits(plan: StepPlan) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("read", ["paged", "rectangle"])
 def test_plans_and_shapes_are_the_real_engines_when_requests_arrive_at_the_same_steps(folder: Path, read: Any) -> None:
-    """Fourteen requests over four rows in a pool that makes them give way: step by step the same plans, and the bucket
+    """Fourteen requests of three priorities, some of which begin alike, over four rows, in a pool that makes them give
+    way and with a gap that bounds their prompts: step by step the same plans, where steps take as long; and the bucket
     and pad rows that the simulation counts are those the device had."""
-    asks = Mix(14, Lengths.parse("uniform:1:50"), Lengths.parse("uniform:1:30"), seed=2).poisson(60.0).asks
-    sizes = Sizes(max_sequences=4, kv_blocks=9, prefill_tokens=24, block_size=BLOCK, width_multiple=32)
-    sizes = replace(sizes, max_model_len=96)
+    mix = Mix(14, Lengths.parse("uniform:1:40"), Lengths.parse("uniform:1:30"), 20, 0.6, seed=2)
+    asks = [replace(ask, priority=index % 3 - 1) for index, ask in enumerate(mix.poisson(60.0).asks)]
+    fields: dict[str, Any] = {"max_sequences": 4, "max_step_rows": 28, "width_multiple": 32, "max_model_len": 96}
+    fields["prefill_gap_seconds"] = 0.001
+    sizes = Sizes(kv_blocks=9, block_size=BLOCK, **fields)
     planned: list[tuple[float, Any]] = []
-    costs = Costs(read, True, Curve(((1, 0.003), (2, 0.0032))), Curve(), 1e-7, 1e-7)
+    costs = Costs(read, True, Curve(((1, 0.003), (2, 0.0035))), Curve(), 1e-7, 1e-7)
     load = OpenLoop(asks, "poisson")
     result = simulate(sizes, costs, load, observe=lambda now, plan: planned.append((now, edits(plan))))
     assert result.preemptions > 0
-    fields = {"max_sequences": 4, "prefill_tokens": 24, "width_multiple": 32, "attention_read": read}
-    engine = TinyEngine(folder, blocks=9, **fields)
+    assert result.cached_tokens > 0
+    assert result.steps > simulate(replace(sizes, prefill_gap_seconds=1.0), costs, load).steps, "the gap bound nothing"
+    engine = TinyEngine(folder, blocks=9, attention_read=read, **fields)
     former = _former(read)
     waiting, tallied = list(asks), Result(9, BLOCK)
     for now, expected in planned:
         while waiting and waiting[0].arrival_seconds <= now:
             ask = waiting.pop(0)
-            ids = tuple(token_ids(ask.prompt_tokens, vocab_size=256, seed=len(waiting)))
-            engine.add(EngineAsk(ids, params_of(max_tokens=ask.output_tokens, logprobs=None)))
+            shared = token_ids(ask.prefix_tokens, vocab_size=256, seed=99)
+            ids = (*shared, *token_ids(ask.prompt_tokens - ask.prefix_tokens, vocab_size=256, seed=len(waiting)))
+            params = params_of(max_tokens=ask.output_tokens, logprobs=None)
+            engine.add(EngineAsk(ids, params, priority=ask.priority))
         plan = engine.engine.plan()
         assert plan is not None
         assert edits(plan) == expected
@@ -209,13 +270,14 @@ def test_plans_and_shapes_are_the_real_engines_when_requests_arrive_at_the_same_
             assert (form.rows, form.rows - form.real_rows) == (outcome.shape.rows, outcome.pad_rows)
             assert form.keys[0][1:] == (outcome.shape.rows, outcome.shape.width)
         tallied.add_step("decode", form.keys, form.rows, form.real_rows, 0.0)
-        engine.engine.commit(plan, outcome)
+        engine.engine.commit(plan, replace(outcome, seconds=sum(costs.compute_seconds(work) for work in form.works)))
     assert engine.engine.plan() is None
     assert tallied.shapes == result.shapes
     assert engine.engine.scheduler.preemptions == result.preemptions
+    assert engine.metrics.counters.prefix_cached_tokens == result.cached_tokens
 
 
 def _former(read: str) -> Former:
     if read == "paged":
-        return PagedFormer(max_sequences=4, prefill_tokens=24, pads_compute=True)
+        return PagedFormer(max_sequences=4, max_step_rows=28, pads_compute=True)
     return RectangleFormer(max_sequences=4, max_model_len=96, width_multiple=32)

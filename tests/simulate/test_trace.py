@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 
@@ -103,16 +104,17 @@ def test_closed_loop_brings_every_request_once_in_its_streams_order(streams: int
 
 def test_trace_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     load = mix(30, prompt="uniform:1:500", prefix_tokens=5, prefix_share=0.5).poisson(3.0)
-    save_trace(tmp_path / "trace.jsonl", load.asks)
-    assert load_trace(tmp_path / "trace.jsonl").asks == load.asks
+    asks = [replace(ask, priority=index % 3 - 1) for index, ask in enumerate(load.asks)]
+    save_trace(tmp_path / "trace.jsonl", asks)
+    assert load_trace(tmp_path / "trace.jsonl").asks == asks
 
 
 def test_recorded_requests_are_put_in_order_and_other_keys_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    late = {"arrival_seconds": 2, "prompt_tokens": 3, "output_tokens": 4, "client": "x"}
+    late = {"arrival_seconds": 2, "prompt_tokens": 3, "output_tokens": 4, "client": "x", "priority": -2}
     early = {"arrival_seconds": 0.5, "prompt_tokens": 5, "output_tokens": 6, "prefix_id": 7, "prefix_tokens": 5}
     path.write_text(f"{json.dumps(late)}\n\n{json.dumps(early)}\n")
-    assert load_trace(path).asks == [Ask(0.5, 5, 6, "7", 5), Ask(2.0, 3, 4)]
+    assert load_trace(path).asks == [Ask(0.5, 5, 6, "7", 5), Ask(2.0, 3, 4, priority=-2)]
 
 
 GOOD = {"arrival_seconds": 0, "prompt_tokens": 3, "output_tokens": 4}
@@ -130,6 +132,8 @@ GOOD = {"arrival_seconds": 0, "prompt_tokens": 3, "output_tokens": 4}
         ('{"arrival_seconds": NaN, "prompt_tokens": 3, "output_tokens": 4}', "arrival_seconds is nan"),
         (json.dumps(GOOD | {"prompt_tokens": 0}), "prompt_tokens is 0"),
         (json.dumps(GOOD | {"output_tokens": 2.0}), "output_tokens is 2.0"),
+        (json.dumps(GOOD | {"priority": 0.5}), "priority is 0.5"),
+        (json.dumps(GOOD | {"priority": True}), "priority is True"),
         (json.dumps(GOOD | {"prefix_id": "a"}), "prefix_tokens is missing"),
         (json.dumps(GOOD | {"prefix_id": "a", "prefix_tokens": 4}), "more than the 3 prompt_tokens"),
     ],
