@@ -18,15 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoserve.bench.client import settled_heap
+from nanoserve.bench.engine import Shapes
 from nanoserve.bench.svg import Canvas, ticks
 from nanoserve.bench.tables import Column, Table
 from nanoserve.bench.warm_picture import draw
 from nanoserve.bench.warm_tables import Serving, budget_table, paid_table
 from nanoserve.cli import build_parser, main
+from nanoserve.errors import ConfigError
 from tests.checkout import ROOT
-from tests.server.support import wait_until
 from tests.tiny_folder import write_served_model
-from tests.tiny_server import warm_server
 
 SERVING = Serving(rows=256, width=8192, multiple=128, seconds_per_graph=0.05, trim_rows=8, trim_width=2048)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -252,7 +252,7 @@ def test_measurement_ends_quietly_when_its_reader_has_read_enough() -> None:
     assert process.returncode == 141
 
 
-@pytest.mark.parametrize("measurement", ["warm", "stalls"])
+@pytest.mark.parametrize("measurement", ["warm", "stalls", "engine", "serve", "peer"])
 def test_flags_have_a_help_text_each(measurement: str) -> None:
     args = build_parser().parse_args(["bench", measurement])
     assert isinstance(args, argparse.Namespace)
@@ -335,46 +335,34 @@ def test_engine_measures_whole_steps_and_what_they_read_when_the_model_is_a_fold
     assert (tmp_path / "csv" / "engine-decode.csv").read_text().startswith("kind,rows,context,seconds")
 
 
-# --- bench serve -----------------------------------------------------------------------------------------------------
-
-
-def test_serve_counts_every_token_of_every_stream_when_the_server_answers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_engine_measures_what_sampling_costs_beside_greedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_served_model(tmp_path / "tiny", num_hidden_layers=1)
-    load = ["--streams", "1", "3", "--rounds", "2", "--prompt-tokens", "5", "--generated", "12"]
-    with warm_server(folder) as (server, engine):
-        wait_until(lambda: engine.stage == "ready", 30)
-        out, result = bench(capsys, "serve", "--url", server.url, *load, "--csv", tmp_path / "csv")
-        counted = server.get("/metrics").json()["tokens"]["generated_total"]
-    assert counted == (1 + 3) * 2 * 12
-    assert [each["streams"] for each in result["load"]] == [1, 3]
-    assert all(each["ttft_seconds"] > 0 and each["tokens_per_second"] > 0 for each in result["load"])
-    assert "5 tokens in, 12 out, 2 requests a stream" in out
-    assert (tmp_path / "csv" / "serve-load.csv").read_text().startswith("streams,tokens_per_second,ttft_seconds")
+    shapes = ["--context", "20", "--sampling", "1", "3", "--prefill", "--rows", "1", "--repeats", "2"]
+    out, result = bench(capsys, "engine", "--model", folder, "--kernels", "reference", "--threads", "1", *shapes)
+    assert [(each["rows"], each["context"]) for each in result["sampling"]] == [(1, 20), (3, 20)]
+    for each in result["sampling"]:
+        assert each["cost"] == pytest.approx(each["sampled_seconds"] / each["greedy_seconds"] - 1)
+        assert each["cost_low"] <= each["cost_high"]
+    assert "prefill" not in result
+    assert "temperature 0.8, top_k 40, top_p 0.95, in turn with greedy" in out
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--url", "127.0.0.1:8000"], "is no http:// address"),
-        (["--url", "http://127.0.0.1:1"], "cannot be reached"),
-        (["--streams", "0"], "--streams is 0; it must be at least 1"),
-    ],
-)
-def test_serve_ends_in_one_line_when_there_is_no_server(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "serve", *flags]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+def engine_args(*flags: str) -> argparse.Namespace:
+    return build_parser().parse_args(["bench", "engine", *flags])
 
 
-def test_serve_quotes_the_server_when_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_served_model(tmp_path / "tiny", num_hidden_layers=1)
-    with warm_server(folder) as (server, engine):
-        wait_until(lambda: engine.stage == "ready", 30)
-        assert main(["bench", "serve", "--url", server.url, "--prompt-tokens", "500"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "answered HTTP/1.1 400" in line
-    assert "the prompt is 500 tokens; the limit is 64" in line
+def test_engine_measures_the_whole_grid_when_nothing_is_asked_for() -> None:
+    shapes = Shapes.choose(engine_args(), block_bytes=1, free_bytes=1 << 40)
+    assert shapes.decode == tuple((r, c) for c in (192, 1024, 4096) for r in (1, 2, 4, 8, 16, 32, 64))
+    assert shapes.prefill == (128, 512, 2048)
+    assert (shapes.blocks, shapes.longest, shapes.left_out) == (64 * 4096 // 16, 4096, ())
+
+
+def test_engine_leaves_out_and_says_what_memory_does_not_hold() -> None:
+    # Three quarters of 2,000 bytes are 300 blocks of 5, one of them the sink: 64 x 4 is 256 blocks, 64 x 12 is 768.
+    flags = ["--rows", "1", "64", "--context", "64", "192", "--prefill", "128"]
+    shapes = Shapes.choose(engine_args(*flags), block_bytes=5, free_bytes=2000)
+    assert shapes.decode == ((1, 64), (64, 64), (1, 192))
+    assert (shapes.left_out, shapes.blocks, shapes.longest) == (((64, 192),), 256, 192)
+    with pytest.raises(ConfigError, match="too little for the K/V of any --rows at any --context"):
+        Shapes.choose(engine_args(*flags[:-2], "--prefill"), block_bytes=5, free_bytes=20)

@@ -3,6 +3,8 @@
 flags     the command line of every measurement
 subject   the model under test and the engines made from it
 client    sequences driven through an engine, token by token
+load      clients of a server over HTTP, and what they saw
+contenders, peer_worker   engines under comparison, driven alike: this one, and others in a process of theirs
 tables    results as text, CSV and JSON
 svg       pictures
 and one module for each measurement, with `run(args) -> exit code`, and its picture beside it
@@ -21,7 +23,13 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from nanoserve.bench.flags import add_engine_flags, add_serve_flags, add_stalls_flags, add_warm_flags
+from nanoserve.bench.flags import (
+    add_engine_flags,
+    add_peer_flags,
+    add_serve_flags,
+    add_stalls_flags,
+    add_warm_flags,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,7 @@ MEASUREMENTS = (
     ),
     Measurement("engine", "seconds of whole decode and prefill steps, and the bandwidth they take", add_engine_flags),
     Measurement("serve", "load over SSE on a running server: tokens/s, first token, gaps", add_serve_flags),
+    Measurement("peer", "the same work through this engine and through others, in turn", add_peer_flags),
     Measurement("stalls", "gaps between one client's tokens, with and without warming", add_stalls_flags),
 )
 
