@@ -25,7 +25,7 @@ def test_serve_counts_every_token_of_every_stream_when_the_server_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_served_model(tmp_path / "tiny", num_hidden_layers=1)
-    load = ["--streams", "1", "3", "--rounds", "2", "--prompt-tokens", "5", "--generated", "12"]
+    load = ["--streams", "1", "3", "--rounds", "2", "--prompt-tokens", "5", "--generated", "12", "--prompt-ids", "260"]
     with warm_server(folder) as (server, engine):
         wait_until(lambda: engine.stage == "ready", 30)
         out, result = bench_serve(capsys, "--url", server.url, *load, "--csv", tmp_path / "csv")
@@ -43,6 +43,7 @@ def test_serve_counts_every_token_of_every_stream_when_the_server_answers(
         (["--url", "127.0.0.1:8000"], "is no http:// address"),
         (["--url", "http://127.0.0.1:1"], "cannot be reached"),
         (["--streams", "0"], "--streams is 0; it must be at least 1"),
+        (["--prompt-ids", "100"], "--prompt-ids is 100; it must be above 100"),
     ],
 )
 def test_serve_ends_in_one_line_when_there_is_no_server(
@@ -57,7 +58,7 @@ def test_serve_quotes_the_server_when_it_refuses(tmp_path: Path, capsys: pytest.
     folder = write_served_model(tmp_path / "tiny", num_hidden_layers=1)
     with warm_server(folder) as (server, engine):
         wait_until(lambda: engine.stage == "ready", 30)
-        assert main(["bench", "serve", "--url", server.url, "--prompt-tokens", "500"]) == 2
+        assert main(["bench", "serve", "--url", server.url, "--prompt-tokens", "500", "--prompt-ids", "260"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "answered HTTP/1.1 400" in line
     assert "the prompt is 500 tokens; the limit is 64" in line

@@ -10,6 +10,7 @@ import os
 import subprocess
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any, Protocol
@@ -17,13 +18,13 @@ from typing import Any, Protocol
 from nanoserve import __version__
 from nanoserve.bench.client import Session, new_sequence
 from nanoserve.bench.peer_worker import prompt_ids
+from nanoserve.bench.subject import kv_token_bytes
 from nanoserve.blocks import blocks_for
 from nanoserve.build import Prepared, prepare
 from nanoserve.config import EngineConfig
 from nanoserve.errors import ConfigError
 from nanoserve.gguf_file import read_gguf
 from nanoserve.metrics import Metrics
-from nanoserve.models.config import load_config
 from nanoserve.source import ModelSource, read_safetensors_header, resolve, weight_files
 
 WORKER = Path(__file__).with_name("peer_worker.py")
@@ -76,7 +77,9 @@ class Ours:
 
     def open(self, *, rows: int, prompt_tokens: int, steps: int) -> None:
         self._begin()
-        sequences = [self._sequence(prompt_tokens, row, steps + 1) for row in range(rows)]
+        # Rows whose prompts are computed first decode along with the prompts of the others, and so go further.
+        ahead = rows * prompt_tokens // self._prepared.choices.config.prefill_tokens + 1
+        sequences = [self._sequence(prompt_tokens, row, steps + 1 + ahead) for row in range(rows)]
         self._session = Session(self._prepared.engine, sequences)
         self._end()
 
@@ -226,15 +229,16 @@ def gguf_of(source: ModelSource, flag: str) -> Path:
 
 
 def engine_config(model: str, kernels: Any, threads: int | None, *, sequences: int, tokens: int) -> EngineConfig:
-    """An engine with room for `sequences` of `tokens` each, one token of slack included."""
-    size = EngineConfig().block_size
-    token_bytes = load_config(resolve(model)).kv_bytes_per_token(4 if kernels == "reference" else 2)
-    return EngineConfig(
+    """An engine with room for `sequences` of `tokens` each, and what they decode beside each other's prompts, that
+    records what it meets."""
+    tokens += sequences * tokens // EngineConfig().prefill_tokens + 1
+    config = EngineConfig(
         model=model,
         kernels=kernels,
         threads=threads,
         max_model_len=tokens,
         max_sequences=sequences,
-        kv_memory_bytes=(sequences * blocks_for(tokens, size) + 1) * size * token_bytes,
         warmup_seconds=0.0,
     )
+    blocks = sequences * blocks_for(tokens, config.block_size) + 1
+    return replace(config, kv_memory_bytes=blocks * config.block_size * kv_token_bytes(config))

@@ -17,6 +17,7 @@ from nanoserve import __version__
 from nanoserve.bench.client import new_sequence, settled_heap
 from nanoserve.bench.flags import check_flags
 from nanoserve.bench.sampled_steps import decoded_steps, measure_sampling, sampling_table
+from nanoserve.bench.subject import kv_token_bytes
 from nanoserve.bench.tables import Column, Record, Table, milliseconds, percent, publish, thousands, whole
 from nanoserve.blocks import blocks_for
 from nanoserve.buckets import DecodeRow
@@ -24,10 +25,8 @@ from nanoserve.build import Prepared, prepare
 from nanoserve.config import EngineConfig
 from nanoserve.errors import ConfigError
 from nanoserve.metrics import Metrics
-from nanoserve.models.config import load_config
 from nanoserve.probe import cores, free_host_bytes
 from nanoserve.sequence import ChunkPlan, Sequence, StepPlan
-from nanoserve.source import resolve
 
 TOKEN = 5
 """Every prompt is this token: what a step computes does not depend on which."""
@@ -102,9 +101,23 @@ class Shapes:
 
 def run(args: argparse.Namespace) -> int:
     check_flags(args)
-    token_bytes = load_config(resolve(args.model)).kv_bytes_per_token(4 if args.kernels == "reference" else 2)
+    config = EngineConfig(
+        model=args.model,
+        kernels=args.kernels,
+        threads=args.threads,
+        prefill_tokens=args.prefill_tokens,
+        warmup_seconds=0.0,
+    )
+    token_bytes = kv_token_bytes(config)
     shapes = Shapes.choose(args, BLOCK * token_bytes, free_host_bytes())
-    prepared = prepare(_config(args, shapes, token_bytes), Metrics(__version__), lambda progress: None)
+    config = replace(
+        config,
+        max_model_len=shapes.longest,
+        max_sequences=max([*args.rows, *shapes.sampling]),
+        # Just what the widest step reads, since all of it is filled.
+        kv_memory_bytes=(shapes.blocks + 1) * BLOCK * token_bytes,
+    )
+    prepared = prepare(config, Metrics(__version__), lambda progress: None)
     prepared.engine.runner.cache.poison(FILL)
     threads = args.threads or cores()
     bandwidth = memory_bandwidth(threads)
@@ -199,20 +212,6 @@ def _timed(prepared: Prepared, plans: list[StepPlan], repeats: int) -> list[floa
 
 def _sequence(tokens: int, block_size: int, *, choice: int = 0) -> Sequence:
     return new_sequence([TOKEN] * tokens, row=choice, max_tokens=1, block_size=block_size)
-
-
-def _config(args: argparse.Namespace, shapes: Shapes, token_bytes: int) -> EngineConfig:
-    """A pool of just what the widest step reads, since all of it is filled."""
-    return EngineConfig(
-        model=args.model,
-        kernels=args.kernels,
-        threads=args.threads,
-        max_model_len=shapes.longest,
-        max_sequences=max([*args.rows, *shapes.sampling]),
-        kv_memory_bytes=(shapes.blocks + 1) * BLOCK * token_bytes,
-        prefill_tokens=args.prefill_tokens,
-        warmup_seconds=0.0,
-    )
 
 
 def _table(kind: str, figures: list[Figure], bandwidth: float, about: str, notes: tuple[str, ...] = ()) -> Table:

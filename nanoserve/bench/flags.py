@@ -117,6 +117,7 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=2, help="requests of each client, one after the other")
     add("--prompt-tokens", type=int, default=100, help="tokens of each prompt")
     add("--generated", type=int, default=128, metavar="N", help="tokens of each answer")
+    add("--prompt-ids", type=int, default=4096, metavar="N", help="prompts are made of token ids below this")
 
 
 def _add_subject_flags(parser: argparse.ArgumentParser) -> None:

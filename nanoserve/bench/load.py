@@ -6,6 +6,7 @@ load, so it is kept small (one event loop, no HTTP library) and its own share of
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import math
@@ -25,8 +26,8 @@ from nanoserve.errors import ConfigError
 
 PATH = "/v1/completions"
 LIMIT = 1 << 20
-VOCABULARY = 4000
-"""Prompts are made of ids from 100 on, this many: ordinary tokens of every vocabulary in use."""
+FIRST_ID = 100
+"""Prompts are made of ids from this one on: below lie the special ones of most vocabularies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,19 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`rounds` requests of each stream, one after the other."""
+    """`rounds` requests of each stream, one after the other. Prompts are made of token ids below `ids`."""
 
     prompt_tokens: int
     generated: int
     rounds: int
+    ids: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Work:
+        """What the flags of a load say. Raises ConfigError."""
+        if args.prompt_ids <= FIRST_ID:
+            raise ConfigError(f"--prompt-ids is {args.prompt_ids}; it must be above {FIRST_ID}")
+        return cls(args.prompt_tokens, args.generated, args.rounds, args.prompt_ids)
 
     def describe(self) -> str:
         return f"{self.prompt_tokens} tokens in, {self.generated} out, {self.rounds} requests a stream"
@@ -134,7 +143,7 @@ class Load:
 async def measure(server: Server, work: Work, streams: int) -> Load:
     """`streams` clients at once. Raises ConfigError if the server refuses or cannot be reached."""
     # Prompts differ from those of any other run from the first token on: no cache of prompts may answer them.
-    salt = secrets.randbelow(VOCABULARY)
+    salt = secrets.randbelow(work.ids)
     before, started = _cpu_seconds(), perf_counter()
     try:
         async with asyncio.TaskGroup() as group:
@@ -170,7 +179,10 @@ async def _client(server: Server, work: Work, salt: int, stream: int) -> list[An
 async def _ask(server: Server, work: Work, salt: int, *, seed: int) -> Answer:
     """One streamed completion."""
     body = {
-        "prompt": [100 + (salt + 7 * seed + 31 * position) % VOCABULARY for position in range(work.prompt_tokens)],
+        "prompt": [
+            FIRST_ID + (salt + 7 * seed + 31 * position) % (work.ids - FIRST_ID)
+            for position in range(work.prompt_tokens)
+        ],
         "max_tokens": work.generated,
         "temperature": 0,
         "ignore_eos": True,

@@ -67,16 +67,17 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         if args.peers:
             contenders, missing = _enter(args, stack, needed=server is None)
-            with settled_heap():
-                figures += compare_engines(contenders, args)
+            if len(contenders) > 1:
+                with settled_heap():
+                    figures += compare_engines(contenders, args)
             tables.append(_engine_table(contenders, missing))
         if server is not None:
-            work = Work(args.prompt_tokens, args.generated, args.rounds)
+            work = Work.of(args)
             loads = compare_servers(mine, server, work, args.streams, args.repeats)
             figures += _server_figures(loads)
             tables.append(_load_table(loads, work, args.repeats))
     if not figures:
-        raise ConfigError("--peers names none and there is no --server-url; name what to compare with")
+        raise ConfigError("there is nothing to compare; name --peers and --context or --prefill, or a --server-url")
     tables += [*_figure_tables(figures, args.repeats), *_best_table(figures)]
     summary = {"model": args.model, "threads": args.threads or cores(), "repeats": args.repeats, "steps": args.steps}
     heading = f"{args.model} and its peers, {summary['threads']} threads, in turn"

@@ -48,6 +48,8 @@ class OpenVINO:
         scheduler.max_num_seqs = sequences
         scheduler.num_kv_blocks = sequences * (tokens // 32 + 2)
         scheduler.enable_prefix_caching = False
+        # All prompts in one step: with less, the first rows would be far ahead when the last one has its first token.
+        scheduler.max_num_batched_tokens = sequences * tokens
         self._batching = self._genai.ContinuousBatchingPipeline(
             model, scheduler, "CPU", properties=options, tokenizer_properties={}, vision_encoder_properties={}
         )

@@ -13,7 +13,7 @@ from nanoserve.bench.tables import Column, Table, milliseconds, percent, publish
 def run(args: argparse.Namespace) -> int:
     check_flags(args)
     server = Server.at(args.url, model=args.model, api_key=args.api_key)
-    work = Work(args.prompt_tokens, args.generated, args.rounds)
+    work = Work.of(args)
     loads = [asyncio.run(measure(server, work, streams)) for streams in args.streams]
     columns = (
         Column("streams", "streams"),
