@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from nanoserve.bench.contenders import Missing, q4_0_file
 from nanoserve.bench.peer import Figure, first_context
 from nanoserve.bench.peer_worker import prompt_ids
 from nanoserve.cli import main
 from nanoserve.errors import ConfigError
 from tests.checkout import ROOT
+from tests.models.gguf_writer import write_gguf
 from tests.server.support import wait_until
 from tests.tiny_folder import write_served_model
 from tests.tiny_server import warm_server
@@ -22,7 +24,10 @@ from tests.tiny_server import warm_server
 FAKE = """\
 #!{python}
 # An interpreter whose every engine takes half a second a step and a quarter for a prompt, by its own account.
-import json, sys
+import json, shutil, sys
+if sys.argv[3:]:
+    {makes}
+    sys.exit(shutil.copy(sys.argv[3], sys.argv[4]) and 0)
 calls = open({log!r}, "a")
 print("an engine's chatter", file=sys.stderr)
 for line in sys.stdin:
@@ -33,7 +38,7 @@ for line in sys.stdin:
     if call == {dies_at!r}:
         sys.exit("out of luck")
     if call == "load":
-        reply = {{"version": "9.9", "model": request["model"]}}
+        reply = {{"version": "9.9"}}
         if request["engine"] in {missing!r}:
             reply = {{"missing": "its_module"}}
     if call == "decode":
@@ -44,10 +49,14 @@ for line in sys.stdin:
 """
 
 
-def fake_python(folder: Path, *, missing: tuple[str, ...] = (), dies_at: str = "") -> tuple[Path, Path]:
+def fake_python(
+    folder: Path, *, missing: tuple[str, ...] = (), dies_at: str = "", makes: str = ""
+) -> tuple[Path, Path]:
     """(what to give --peer-python, the log of what it was asked)."""
     script, log = folder / "python", folder / "calls"
-    script.write_text(FAKE.format(python=sys.executable, log=str(log), missing=missing, dies_at=dies_at))
+    script.write_text(
+        FAKE.format(python=sys.executable, log=str(log), missing=missing, dies_at=dies_at, makes=makes or "pass")
+    )
     script.chmod(0o755)
     return script, log
 
@@ -169,13 +178,40 @@ def test_model_that_is_no_gguf_needs_one_for_its_peers(tmp_path: Path, capsys: p
     assert "tiny is no GGUF file, which this peer would read; name one with --openvino-model" in line
 
 
+def q4_1_file(folder: Path) -> Path:
+    model = write_served_model(folder / "tiny", num_hidden_layers=1, hidden_size=64, intermediate_size=64)
+    return write_gguf(model, folder / "tiny.gguf", "Q4_1")
+
+
+def test_peers_get_the_q4_0_file_that_llama_cpp_makes(tmp_path: Path) -> None:
+    model = q4_1_file(tmp_path)
+    python, _ = fake_python(tmp_path)
+    made = q4_0_file(str(python), model, tmp_path)
+    assert (made, made.read_bytes()) == (tmp_path / "tiny-Q4_0.gguf", model.read_bytes())
+    ready = write_gguf(tmp_path / "tiny", tmp_path / "ready.gguf", "Q4_0")
+    assert q4_0_file("/no/such/python", ready, tmp_path) == ready
+
+
+@pytest.mark.parametrize(
+    ("makes", "problem"),
+    [("import llama_cpp_that_is_not_here", "ModuleNotFoundError: No module named"), ("sys.exit('no room')", "no room")],
+)
+def test_peers_read_the_file_as_it_is_when_llama_cpp_makes_none(tmp_path: Path, makes: str, problem: str) -> None:
+    model = q4_1_file(tmp_path)
+    python, _ = fake_python(tmp_path, makes=makes)
+    with pytest.raises(Missing, match=f"peers read tiny.gguf as it is, since .* makes no Q4_0 file of it: {problem}"):
+        q4_0_file(str(python), model, tmp_path)
+    with pytest.raises(Missing, match="No such file"):
+        q4_0_file("/no/such/python", model, tmp_path)
+
+
 def test_worker_answers_line_by_line_whatever_its_engine_prints() -> None:
     code = """
 import os
 from nanoserve.bench import peer_worker
 class Engine:
-    def __init__(self, *, model, threads, sequences, tokens, q4_0_folder):
-        self.about = {"version": "1", "model": model}
+    def __init__(self, *, model, threads, sequences, tokens):
+        self.about = {"version": "1"}
     def open(self, *, rows, prompt_tokens, steps):
         print("chatter"); os.write(1, b"more of it")
     def decode(self, *, steps): return [0.5] * steps
@@ -189,7 +225,6 @@ peer_worker.main()
         {"call": "decode", "steps": 3},
         {"call": "prefill", "tokens": 3},
     ]
-    requests[0]["q4_0_folder"] = None
     lines = "".join(json.dumps(request) + "\n" for request in requests)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, input=lines, capture_output=True, text=True, timeout=60, check=True
@@ -197,7 +232,7 @@ peer_worker.main()
     replies = [json.loads(line) for line in done.stdout.splitlines()]
     assert all(reply.pop("idle_seconds") >= 0 for reply in replies)
     assert replies == [
-        {"version": "1", "model": "m"},
+        {"version": "1"},
         {},
         {"seconds": [0.5] * 3},
         {"error": "RuntimeError: no room"},

@@ -122,11 +122,10 @@ class Ours:
 class Peer:
     """Another engine in a process of another interpreter."""
 
-    def __init__(
-        self, name: str, python: str, *, model: Path, threads: int, sequences: int, tokens: int, q4_0_folder: str | None
-    ) -> None:
+    def __init__(self, name: str, python: str, *, model: Path, threads: int, sequences: int, tokens: int) -> None:
         """Starts the process and loads the model. Raises Missing."""
         self.name = name
+        self.model = model
         self.idle_seconds = 0.0
         # Ours sleep between operations; a peer waits the way it was made to, which is its best.
         environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
@@ -147,7 +146,7 @@ class Peer:
             ) from error
         load = {"engine": name, "model": str(model), "threads": threads, "sequences": sequences, "tokens": tokens}
         try:
-            reply = self._call("load", **load, q4_0_folder=q4_0_folder)
+            reply = self._call("load", **load)
         except ConfigError as error:
             self.stop()
             raise Missing(f"{error}; name another file with {MODEL_FLAG[name]}") from error
@@ -156,7 +155,7 @@ class Peer:
             raise Missing(
                 f"{name}: {python} has no {reply['missing']}; {REMEDY[name]} there, or name another with --peer-python"
             )
-        self.version, self.model = str(reply["version"]), Path(reply["model"])
+        self.version = str(reply["version"])
 
     def open(self, *, rows: int, prompt_tokens: int, steps: int) -> None:
         self._call("open", rows=rows, prompt_tokens=prompt_tokens, steps=steps)
@@ -226,6 +225,24 @@ def gguf_of(source: ModelSource, flag: str) -> Path:
     if source.kind != "gguf":
         raise Missing(f"{source.name} is no GGUF file, which this peer would read; name one with {flag}")
     return source.path
+
+
+def q4_0_file(python: str, model: Path, folder: Path) -> Path:
+    """A GGUF file in the format that llama.cpp repacks for its fastest kernels: itself if it has it, else what llama.cpp
+    makes of it in `folder`. Raises Missing."""
+    if weight_format(model) in ("Q4_0", "Q4_0, head Q8_0"):
+        return model
+    target = folder / f"{model.stem}-Q4_0.gguf"
+    command = [python, "-I", str(WORKER), str(model), str(target)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        problem = str(error.strerror)
+    else:
+        if not done.returncode:
+            return target
+        problem = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+    raise Missing(f"peers read {model.name} as it is, since {python} makes no Q4_0 file of it: {problem}")
 
 
 def steps_ahead(rows: int, prompt_tokens: int, step_rows: int) -> int:

@@ -117,8 +117,8 @@ def add_peer_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the other engines").add_argument
     add("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="which; none: servers alone")
     add("--peer-python", default=sys.executable, metavar="PATH", help="the interpreter that has them (default: this)")
-    add("--openvino-model", type=Path, metavar="PATH", help="GGUF file or OpenVINO folder (default: the model's GGUF)")
-    add("--llama-model", type=Path, metavar="FILE.gguf", help="(default: the model's, which llama.cpp makes Q4_0)")
+    add("--openvino-model", type=Path, metavar="PATH", help="GGUF file or OpenVINO folder")
+    add("--llama-model", type=Path, metavar="FILE.gguf", help="(default of both: the model's, made Q4_0 by llama.cpp)")
     add = parser.add_argument_group("their work").add_argument
     add("--rows", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="sequences that decode")
     add("--context", type=int, nargs="*", default=[192], metavar="N", help="tokens of each, in the mean")

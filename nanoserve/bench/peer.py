@@ -14,12 +14,23 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
 from tqdm import tqdm
 
 from nanoserve.bench.client import settled_heap
-from nanoserve.bench.contenders import MODEL_FLAG, Contender, Missing, Ours, Peer, engine_config, gguf_of, weight_format
+from nanoserve.bench.contenders import (
+    MODEL_FLAG,
+    Contender,
+    Missing,
+    Ours,
+    Peer,
+    engine_config,
+    gguf_of,
+    q4_0_file,
+    weight_format,
+)
 from nanoserve.bench.flags import check_flags
 from nanoserve.bench.load import Load, Server, Work, measure, name_of
 from nanoserve.bench.tables import Column, Record, Table, milliseconds, percent, publish, thousands, times, whole
@@ -154,22 +165,19 @@ def _enter(args: argparse.Namespace, stack: ExitStack, *, needed: bool) -> tuple
     source = resolve(args.model)
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="nanoserve-peer-"))
     peers: list[Contender] = []
-    missing = []
-    for name in args.peers:
-        named = getattr(args, MODEL_FLAG[name].removeprefix("--").replace("-", "_"))
+    missing: list[str] = []
+    models = {name: getattr(args, MODEL_FLAG[name].removeprefix("--").replace("-", "_")) for name in args.peers}
+    made: Path | None = None
+    if source.kind == "gguf" and None in models.values():
         try:
-            model = named or gguf_of(source, MODEL_FLAG[name])
-            # llama.cpp is at its best with Q4_0; a file that was named is taken as it is.
-            q4_0 = folder if name == "llama-cpp-python" and not named and weight_format(model) != "Q4_0" else None
-            peer = Peer(
-                name,
-                args.peer_python,
-                model=model,
-                threads=args.threads or cores(),
-                sequences=sequences,
-                tokens=longest,
-                q4_0_folder=q4_0,
-            )
+            made = q4_0_file(args.peer_python, source.path, Path(folder))
+        except Missing as error:
+            missing.append(str(error))
+    for name, named in models.items():
+        try:
+            model = named or made or gguf_of(source, MODEL_FLAG[name])
+            threads = args.threads or cores()
+            peer = Peer(name, args.peer_python, model=model, threads=threads, sequences=sequences, tokens=longest)
         except Missing as error:
             missing.append(str(error))
             continue

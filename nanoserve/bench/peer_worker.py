@@ -3,7 +3,7 @@
 Runs as a script in whichever interpreter has that engine (`python -I peer_worker.py`), so it imports nothing of
 nanoserve. One request a line on stdin, one reply a line on stdout:
 
-    load     engine, model, threads, sequences, tokens, q4_0_folder   -> version, model | missing
+    load     engine, model, threads, sequences, tokens                -> version | missing
     open     rows, prompt_tokens, steps                               -> once each has its first token
     decode   steps                                                    -> seconds, one for each step of all rows
     close                                                             ->
@@ -12,6 +12,8 @@ nanoserve. One request a line on stdin, one reply a line on stdout:
 `load` says how many sequences of how many tokens at most there will be; `steps` of `open` are the most that are decoded
 before `close`. A reply bears `idle_seconds`: processor time taken since the reply before, while another engine was
 measured. A failure is a reply with `error`. Decoding is greedy and does not end at an end of text.
+
+`python -I peer_worker.py SOURCE.gguf TARGET.gguf` only makes a Q4_0 file.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import os
 import sys
 from importlib import import_module
 from importlib.metadata import version
-from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
@@ -38,7 +39,7 @@ def prompt_ids(tokens: int, salt: int) -> list[int]:
 class OpenVINO:
     """OpenVINO GenAI: its plain pipeline for one sequence, continuous batching for more."""
 
-    def __init__(self, *, model: str, threads: int, sequences: int, tokens: int, q4_0_folder: str | None) -> None:
+    def __init__(self, *, model: str, threads: int, sequences: int, tokens: int) -> None:
         self._genai: Any = import_module("openvino_genai")
         self._openvino: Any = import_module("openvino")
         self._numpy: Any = import_module("numpy")
@@ -56,7 +57,7 @@ class OpenVINO:
         self._salt = 0
         self._context = 0
         self._handles: list[Any] = []
-        self.about = {"version": version("openvino-genai"), "model": model}
+        self.about = {"version": version("openvino-genai")}
 
     def open(self, *, rows: int, prompt_tokens: int, steps: int) -> None:
         self._context = prompt_tokens
@@ -143,9 +144,9 @@ class OpenVINO:
 
 class LlamaCpp:
     """llama.cpp through llama-cpp-python's low-level calls: one batch a step, K/V of its own for each sequence, the
-    largest logit taken with numpy. A GGUF file that is not Q4_0 already is made so, by llama.cpp itself."""
+    largest logit taken with numpy."""
 
-    def __init__(self, *, model: str, threads: int, sequences: int, tokens: int, q4_0_folder: str | None) -> None:
+    def __init__(self, *, model: str, threads: int, sequences: int, tokens: int) -> None:
         self._llama: Any = import_module("llama_cpp")
         self._numpy: Any = import_module("numpy")
         self._threads = threads
@@ -156,15 +157,12 @@ class LlamaCpp:
         self._log = self._llama.llama_log_callback(lambda level, text, data: None)
         self._llama.llama_log_set(self._log, None)
         self._llama.llama_backend_init()
-        path = self._as_q4_0(Path(model), Path(q4_0_folder)) if q4_0_folder else Path(model)
-        self._model = self._llama.llama_model_load_from_file(
-            str(path).encode(), self._llama.llama_model_default_params()
-        )
+        self._model = self._llama.llama_model_load_from_file(model.encode(), self._llama.llama_model_default_params())
         if not self._model:
-            raise RuntimeError(f"llama.cpp cannot load {path}")
+            raise RuntimeError(f"llama.cpp cannot load {model}")
         self._vocab_size = self._llama.llama_vocab_n_tokens(self._llama.llama_model_get_vocab(self._model))
         self._batch = self._llama.llama_batch_init(BATCH, 0, 1)
-        self.about = {"version": version("llama-cpp-python"), "model": str(path)}
+        self.about = {"version": version("llama-cpp-python")}
 
     def open(self, *, rows: int, prompt_tokens: int, steps: int) -> None:
         self._context = self._new_context(rows, prompt_tokens + steps)
@@ -230,15 +228,15 @@ class LlamaCpp:
         if code:
             raise RuntimeError(f"llama_decode answered {code} to {len(rows)} rows")
 
-    def _as_q4_0(self, path: Path, folder: Path) -> Path:
-        target = folder / f"{path.stem}-Q4_0.gguf"
-        params = self._llama.llama_model_quantize_default_params()
-        params.ftype = self._llama.LLAMA_FTYPE_MOSTLY_Q4_0
-        params.nthread = self._threads
-        params.allow_requantize = True
-        if self._llama.llama_model_quantize(str(path).encode(), str(target).encode(), params):
-            raise RuntimeError(f"llama.cpp cannot make a Q4_0 file of {path}")
-        return target
+
+def make_q4_0(source: str, target: str) -> None:
+    """Write a GGUF file as llama.cpp quantises it to Q4_0, its head to Q8_0 where rows are no multiple of 256."""
+    llama: Any = import_module("llama_cpp")
+    params = llama.llama_model_quantize_default_params()
+    params.ftype = llama.LLAMA_FTYPE_MOSTLY_Q4_0
+    params.allow_requantize = True
+    if llama.llama_model_quantize(source.encode(), target.encode(), params):
+        sys.exit("llama_model_quantize failed")
 
 
 ENGINES: dict[str, Any] = {"openvino-genai": OpenVINO, "llama-cpp-python": LlamaCpp}
@@ -280,4 +278,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:]:
+        make_q4_0(*sys.argv[1:])
+    else:
+        main()
