@@ -26,7 +26,7 @@ from nanoserve.live import LiveFeed
 from nanoserve.metrics import Metrics
 from nanoserve.output import OutputProcessor
 from nanoserve.request import Delta, FinishReason, Request
-from nanoserve.sequence import NewToken, Sequence
+from nanoserve.sequence import NewToken, Sequence, StepPlan
 from nanoserve.stream import RequestStream
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("nanoserve")
 TICK_SECONDS = 0.1
 IDLE_TICK_SECONDS = 1.0
-HANDLER_TURNS = 3
-"""Turns of the loop in which the handlers that were told something write it to their clients."""
+PLAN_AHEAD_AT = 0.7
+"""Of a step's expected duration: what is left is for planning the next one."""
 STUCK_SECONDS = 120.0
 """A step or a recording that takes longer makes the engine unready; no shape of a supported model takes so long."""
 
@@ -344,19 +344,41 @@ class AsyncEngine:
                 await self._wake.wait()
                 continue
             outputs.scheduled(plan.chunk_sequences)
-            self._busy_since = time.monotonic()
             if engine.starts:
-                # The compute threads are not Python's: no hop to another thread, and none to compete for the GIL.
-                started = engine.start(plan, completion.write_fd)
-                outputs.deliver(undelivered)
-                for _ in range(HANDLER_TURNS):
-                    await asyncio.sleep(0)
-                engine.release()
-                await completion.wait()
-                outcome = engine.finish_step(started)
-            else:
-                step = thread.submit(engine.launch, plan)
-                outputs.deliver(undelivered)
-                outcome = await step
+                undelivered = await self._run_beside(completion, engine, outputs, plan, undelivered)
+                continue
+            self._busy_since = time.monotonic()
+            step = thread.submit(engine.launch, plan)
+            outputs.deliver(undelivered)
+            outcome = await step
             self._busy_since = None
             undelivered = engine.commit(plan, outcome)
+
+    async def _run_beside(
+        self,
+        completion: Completion,
+        engine: Engine,
+        outputs: OutputProcessor,
+        plan: StepPlan,
+        undelivered: list[NewToken],
+    ) -> list[NewToken]:
+        """Run a step, and those that can follow it without a gap; the tokens of the last one.
+
+        The compute threads are not Python's: no hop to another thread, and none to compete for the GIL. The next step
+        is planned late in this one, so that a request that comes meanwhile is in it."""
+        started, expected = engine.start(plan, completion.write_fd), 0.0
+        while True:
+            self._busy_since = time.monotonic()
+            outputs.deliver(undelivered)
+            following = following_started = None
+            ended = await completion.wait(PLAN_AHEAD_AT * expected)
+            if not ended:
+                if (following := engine.plan_ahead()) is not None:
+                    following_started = engine.start(following, completion.write_fd, ahead=True)
+                await completion.wait()
+            outcome = engine.finish_step(started)
+            undelivered = engine.commit(plan, outcome)
+            self._busy_since = None
+            if following is None:
+                return undelivered
+            plan, started, expected = following, following_started, outcome.seconds

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from contextlib import suppress
 
 
 class Completion:
-    """A descriptor that is written to at the end of a step, and a coroutine that waits for it.
+    """A descriptor that is written to at the end of each step, and a coroutine that waits for the next such end.
 
     An eventfd where the system has one (and `eventfd` is true), else a pipe. Belongs to the running event loop; one
     waiter at a time.
@@ -21,18 +22,29 @@ class Completion:
         else:
             self._read_fd, self.write_fd = os.pipe()
             os.set_blocking(self._read_fd, False)
+        self._ends = 0
         self._done = asyncio.Event()
         self._loop.add_reader(self._read_fd, self._notice)
 
     def _notice(self) -> None:
+        """An eventfd adds up what was written to it; a pipe keeps it apart."""
         with suppress(BlockingIOError):
-            os.read(self._read_fd, 8)
-        self._done.set()
+            data = os.read(self._read_fd, 64)
+            self._ends += sum(int.from_bytes(data[at : at + 8], sys.byteorder) for at in range(0, len(data), 8))
+        if self._ends:
+            self._done.set()
 
-    async def wait(self) -> None:
-        """Return once the descriptor has been written to since the last call."""
+    async def wait(self, seconds: float | None = None) -> bool:
+        """Return once one more step has ended than this has returned True for; False if that takes `seconds`."""
+        timer = self._loop.call_later(seconds, self._done.set) if seconds is not None else None
         await self._done.wait()
-        self._done.clear()
+        if timer is not None:
+            timer.cancel()
+        ended = self._ends > 0
+        self._ends -= ended
+        if not self._ends:
+            self._done.clear()
+        return ended
 
     def close(self) -> None:
         self._loop.remove_reader(self._read_fd)

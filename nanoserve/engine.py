@@ -65,16 +65,16 @@ class Engine:
         """Whether a step can run beside its caller: then `start` and `finish` take the place of `launch`."""
         return self.runner.starts
 
-    def start(self, plan: StepPlan, notify_fd: int) -> Any:
-        """Start the step and return; `notify_fd` is written to when it is over."""
-        return self.runner.start(plan, notify_fd)
+    def plan_ahead(self) -> StepPlan | None:
+        """The step after the one that was started, if it can be said already; to be started at once, `ahead`."""
+        return self.scheduler.plan_ahead() if self.starts else None
+
+    def start(self, plan: StepPlan, notify_fd: int, *, ahead: bool = False) -> Any:
+        """Start the step, or let it follow the one that runs, and return; `notify_fd` is written to at its end."""
+        return self.runner.start(plan, notify_fd, ahead=ahead)
 
     def finish_step(self, started: Any) -> StepOutcome:
         return self.runner.finish(started)
-
-    def release(self) -> None:
-        """Let a started step have the core that was left to its caller."""
-        self.runner.release()
 
     def settle(self) -> None:
         """Return once no started step runs."""
@@ -156,7 +156,7 @@ class Engine:
         self.scheduler.check()
         for sequence in self.scheduler.live():
             if sequence.table_row >= 0:
-                self.runner.check_mirror(sequence)
+                self.runner.check_mirror(sequence, self.scheduler.planned(sequence))
 
     def _account(self, plan: StepPlan, outcome: StepOutcome) -> None:
         for sequence in plan.decode_sequences:

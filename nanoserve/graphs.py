@@ -41,10 +41,7 @@ class StartingBackend(Protocol):
 
     def start(self, replays: Sequence[Callable[[], T]], notify_fd: int) -> None:
         """Start them, in order, once what was started before is over, and return; 8 bytes are written to `notify_fd` at
-        the end. Until `release` a core may be left to the caller."""
-
-    def release(self) -> None:
-        """The caller has done what it had to: every core may be used."""
+        the end."""
 
     def outputs(self, replays: Sequence[Callable[[], T]]) -> list[T]:
         """Where each leaves its results."""
@@ -146,11 +143,6 @@ class GraphSet(Generic[T]):
         """Where the graph of `key` leaves its results."""
         assert isinstance(self.backend, StartingBackend), f"the backend {self.backend.name} runs in its caller"
         return self.backend.outputs([self._entries[key].replay])[0]
-
-    def release(self) -> None:
-        """Let a started step have the core that was left to its caller."""
-        if isinstance(self.backend, StartingBackend):
-            self.backend.release()
 
     def settle(self) -> None:
         """Return once nothing that was started runs."""

@@ -128,10 +128,6 @@ class PagedRunner:
         self.graphs.finish_step(step.keys, step.plan)
         return self._conclude(step, step.moved)
 
-    def release(self) -> None:
-        """Let a started step have the core that was left to its caller."""
-        self.graphs.release()
-
     def settle(self) -> None:
         """Return once no started step runs."""
         self.graphs.settle()
@@ -197,8 +193,8 @@ class PagedRunner:
         full = self.history.bears_on(plan.table_rows[row] for row in plan.logit_rows[: plan.real_logit_rows])
         return [body, GraphKey("head_full" if full else "head", plan.head_rows, None)]
 
-    def check_mirror(self, sequence: Sequence) -> None:
-        check_mirror(sequence, self.slots, self.history)
+    def check_mirror(self, sequence: Sequence, planned: int) -> None:
+        check_mirror(sequence, planned, self.slots, self.history)
 
     # --- recording -----------------------------------------------------------------------------------------
 

@@ -115,9 +115,6 @@ class Runner:
     def finish(self, step: Any) -> StepOutcome:
         raise TypeError("a rectangle step runs in its caller")
 
-    def release(self) -> None:
-        """Nothing runs beside its caller."""
-
     def settle(self) -> None:
         """Nothing runs beside its caller."""
 
@@ -184,8 +181,8 @@ class Runner:
         inputs.write_sampling([row_sampling(sequence) for sequence in sequences])
         return inputs.sampling(len(sequences))
 
-    def check_mirror(self, sequence: Sequence) -> None:
-        check_mirror(sequence, self.slots, self.history)
+    def check_mirror(self, sequence: Sequence, planned: int) -> None:
+        check_mirror(sequence, planned, self.slots, self.history)
 
     # --- recording -----------------------------------------------------------------------------------------
 

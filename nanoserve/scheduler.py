@@ -29,7 +29,8 @@ from nanoserve.turns import WaitingLine, serving_order, turn
 
 
 class Scheduler:
-    """`plan` says what the next step is, `commit` takes its tokens; between the two a step is in flight.
+    """`plan` says what the next step is, `commit` takes its tokens; between the two a step is in flight. `plan_ahead`
+    says what the one after it is, where that can be said before its tokens are known.
 
     prefix  finds blocks that hold what a sequence would compute; None: everything is computed
     """
@@ -46,6 +47,7 @@ class Scheduler:
         self._rows: list[Sequence | None] = [None] * max_sequences
         self._arrivals = 0
         self._in_flight: StepPlan | None = None
+        self._ahead: StepPlan | None = None
         self._dirty: set[int] = set()
         self._reused_slots: list[tuple[int, int, tuple[int, ...]]] = []
         self.preemptions = 0
@@ -102,8 +104,8 @@ class Scheduler:
             self._leave(sequence, State.FINISHED)
 
     def _is_in_flight(self, sequence: Sequence) -> bool:
-        plan = self._in_flight
-        return plan is not None and (sequence in plan.decode_sequences or sequence in plan.chunk_sequences)
+        plans = (self._in_flight, self._ahead)
+        return any(plan is not None and sequence in (*plan.decode_sequences, *plan.chunk_sequences) for plan in plans)
 
     def _leave(self, sequence: Sequence, state: State) -> None:
         """Give back the table row and the blocks."""
@@ -148,6 +150,40 @@ class Scheduler:
             chunk_sequences=tuple(sequence for sequence, _ in prefilling),
         )
         return self._in_flight
+
+    def plan_ahead(self) -> StepPlan | None:
+        """The step after the one in flight, if all it does is decode what that one decodes: then only the rows' tokens
+        are not known yet, and the program itself finds those in `last_tokens`.
+
+        None if one is planned already, if a prompt is being computed or could be, if blocks are lacking, or if every
+        sequence ends with the step in flight. A sequence that turns out to have ended costs one token that nobody sees.
+        """
+        plan = self._in_flight
+        if plan is None or self._ahead is not None or plan.chunks:
+            return None
+        if any(s is not None and s.state is State.PREFILL for s in self._rows) or any(self._admissible()):
+            return None
+        going_on = [s for s in plan.decode_sequences if s.finish_reason is None and s.generated + 1 < s.max_tokens]
+        missing = [sequence.table.missing_for(len(sequence.tokens) + 1) for sequence in going_on]
+        if not going_on or sum(missing) > self._pool.free_blocks:
+            return None
+        for sequence, count in zip(going_on, missing, strict=True):
+            if count:
+                sequence.table.blocks += self._pool.allocate(count)
+        rows = tuple(
+            DecodeRow(sequence.table_row, len(sequence.tokens), sequence.table.slot(len(sequence.tokens)))
+            for sequence in going_on
+        )
+        self._ahead = StepPlan(
+            clears=self._take_dirty(),
+            swaps=(),
+            slot_writes=tuple((row.table_row, row.position, (row.write_slot,)) for row in rows),
+            decode=rows,
+            decode_sequences=tuple(going_on),
+            chunks=(),
+            chunk_sequences=(),
+        )
+        return self._ahead
 
     def _decoding(self) -> list[Sequence]:
         return [sequence for sequence in self._rows if sequence is not None and sequence.state is State.DECODE]
@@ -272,26 +308,25 @@ class Scheduler:
     def commit(self, tokens: dict[Sequence, int]) -> list[Sequence]:
         """Take the tokens the step in flight chose, by sequence; returns the sequences that got one.
 
-        A sequence that was ended while the step ran gets none; its blocks are back now.
+        A sequence that was ended while the step ran gets none; its blocks are back now, or once the step planned ahead
+        is over, if that addresses them too.
         """
         plan = self._in_flight
         assert plan is not None, "commit() without a step in flight"
-        self._in_flight = None
+        self._in_flight, self._ahead = self._ahead, None
         for sequence, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True):
             self._computed(sequence, chunk.start + len(chunk.token_ids))
         for sequence in plan.decode_sequences:
             self._computed(sequence, len(sequence.tokens))
         taken = []
         for sequence in (*plan.decode_sequences, *plan.chunk_sequences):
-            if sequence.finish_reason is not None:
-                self._leave(sequence, State.FINISHED)
-            elif sequence in tokens:
+            if sequence.finish_reason is None and sequence in tokens:
                 sequence.state = State.DECODE
                 sequence.tokens.append(tokens[sequence])
                 sequence.finish_reason = sequence.reason_after(tokens[sequence])
                 taken.append(sequence)
-                if sequence.finish_reason is not None:
-                    self._leave(sequence, State.FINISHED)
+            if sequence.finish_reason is not None and not self._is_in_flight(sequence):
+                self._leave(sequence, State.FINISHED)
         return taken
 
     def _computed(self, sequence: Sequence, count: int) -> None:
@@ -307,7 +342,7 @@ class Scheduler:
         """
         if self._in_flight is None:
             return
-        self._in_flight = None
+        self._in_flight = self._ahead = None
         self._pool.forget()
         for sequence in [sequence for sequence in self._rows if sequence is not None]:
             if sequence.finish_reason is not None:
@@ -315,6 +350,10 @@ class Scheduler:
             else:
                 self._preempt(sequence)
         self._dirty.update(range(len(self._rows)))
+
+    def planned(self, sequence: Sequence) -> int:
+        """Tokens of a running sequence whose K/V is in the pool or written by the step in flight."""
+        return sequence.computed + self._is_in_flight(sequence)
 
     # --- integrity -----------------------------------------------------------------------------------------
 

@@ -76,9 +76,6 @@ class StepRunner(Protocol):
 
     def finish(self, step: Any) -> StepOutcome: ...
 
-    def release(self) -> None:
-        """Let a started step have the core that was left to its caller."""
-
     def settle(self) -> None:
         """Return once no started step runs."""
 
@@ -88,7 +85,7 @@ class StepRunner(Protocol):
     def time_recording(self, shape: Any) -> float:
         """Seconds one recording of a shape takes; the recording is thrown away."""
 
-    def check_mirror(self, sequence: Sequence) -> None:
+    def check_mirror(self, sequence: Sequence, planned: int) -> None:
         """Raises AssertionError unless the slot table says of a sequence what its block table says."""
 
     def probe_prefill(self, token_ids: list[int], slots: list[int]) -> None: ...
@@ -114,12 +111,12 @@ def edit_table_rows(plan: StepPlan, slots: SlotTable, history: HistoryTable, las
             history.write(chunk.table_row, sequence.tokens, sequence.prompt_tokens, sequence.params)
 
 
-def check_mirror(sequence: Sequence, slots: SlotTable, history: HistoryTable) -> None:
-    """Raises AssertionError unless the sequence's table row holds its block table's slots, as far as they are computed,
-    and the sink after that; and its tokens, if their history bears on its choices and it has made one."""
+def check_mirror(sequence: Sequence, planned: int, slots: SlotTable, history: HistoryTable) -> None:
+    """Raises AssertionError unless the sequence's table row holds its block table's slots of the tokens `planned`, and
+    the sink after that; and its tokens, if their history bears on its choices and it has made one."""
     row = slots.row(sequence.table_row, slots.shape[1]).tolist()
-    assert row[: sequence.computed] == sequence.table.slots(0, sequence.computed), "slot and block table differ"
-    assert set(row[sequence.computed :]) <= {slots.sink_slot}, "the slot table names slots not computed yet"
+    assert row[:planned] == sequence.table.slots(0, planned), "slot and block table differ"
+    assert set(row[planned:]) <= {slots.sink_slot}, "the slot table names slots that no step was planned for"
     known = sequence.state is State.DECODE and sequence.params.needs_full_head
     kept = history.row(sequence.table_row, len(sequence.tokens))
     assert kept == (sequence.tokens if known else None), "the history is not the sequence's"

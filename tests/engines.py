@@ -91,7 +91,7 @@ class ScriptedRunner:
             raise RuntimeError("the device is on fire")
         return outcome_of(plan, [NewToken(s, self.script(s.request_id, s.choice, s.generated)) for s in choosing(plan)])
 
-    def check_mirror(self, sequence: Sequence) -> None:
+    def check_mirror(self, sequence: Sequence, planned: int) -> None:
         """It has no slot table to compare."""
 
 
@@ -123,6 +123,10 @@ class HashRunner:
 
     def run(self, plan: StepPlan) -> StepOutcome:
         self.slots.edit(plan)
+        return self.compute(plan)
+
+    def compute(self, plan: StepPlan) -> StepOutcome:
+        """What is left of a step once the slot table was edited, perhaps for the next step too."""
         tokens = []
         for row, sequence in zip(plan.decode, plan.decode_sequences, strict=True):
             self._write(row.table_row, row.position, row.write_slot, self.slots.last_tokens[row.table_row])
@@ -135,8 +139,8 @@ class HashRunner:
                 tokens.append(self._choose(sequence, chunk.table_row, position))
         return outcome_of(plan, tokens)
 
-    def check_mirror(self, sequence: Sequence) -> None:
-        check_row(sequence, self.slots)
+    def check_mirror(self, sequence: Sequence, planned: int) -> None:
+        check_row(sequence, planned, self.slots)
 
     def _context(self, table_row: int, length: int) -> list[int]:
         return [self.store[slot] for slot in self.slots.rows[table_row][:length]]
@@ -199,16 +203,16 @@ def hash_answer(sequence: Sequence, prompt: list[int], vocab_size: int) -> list[
 
 
 def check_mirror(engine: Engine, slots: SlotLists) -> None:
-    """The slot table says of each running sequence what its block table says, and nothing past what is computed."""
+    """The slot table says of each running sequence what its block table says, and nothing past what is planned."""
     for sequence in engine.scheduler.live():
         if sequence.state in (State.PREFILL, State.DECODE):
-            check_row(sequence, slots)
+            check_row(sequence, engine.scheduler.planned(sequence), slots)
 
 
-def check_row(sequence: Sequence, slots: SlotLists) -> None:
+def check_row(sequence: Sequence, planned: int, slots: SlotLists) -> None:
     row = slots.rows[sequence.table_row]
-    assert row[: sequence.computed] == sequence.table.slots(0, sequence.computed)
-    assert set(row[sequence.computed :]) <= {slots.sink_slot}
+    assert row[:planned] == sequence.table.slots(0, planned)
+    assert set(row[planned:]) <= {slots.sink_slot}
 
 
 # --- engines -------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ class AnySchedule(RuleBasedStateMachine):
         self.live: list[tuple[Sequence, list[int]]] = []
         self.ended: list[tuple[Sequence, list[int], int]] = []
         self.made: list[Sequence] = []
+        self.ran_ahead = False
 
     @initialize(blocks=st.integers(6, 14), rows=st.integers(1, 5), budget=st.integers(1, 12), block=st.integers(1, 5))
     def build(self, blocks: int, rows: int, budget: int, block: int) -> None:
@@ -109,12 +110,38 @@ class AnySchedule(RuleBasedStateMachine):
             self.end(index)
         self.engine.commit(plan, outcome)
 
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def step_ahead(self, data: st.DataObject, count: int) -> None:
+        """Each step is planned, and the slot table edited for it, before the one before it has run."""
+        plan = self.engine.plan()
+        if plan is None:
+            return
+        self.runner.slots.edit(plan)
+        for left in reversed(range(count)):
+            self.may_end(data)
+            following = self.engine.scheduler.plan_ahead() if left else None
+            if following is not None:
+                self.ran_ahead = True
+                self.runner.slots.edit(following)
+            self.may_end(data)
+            self.engine.commit(plan, self.runner.compute(plan))
+            self.check()
+            if following is None:
+                return
+            plan = following
+
+    def may_end(self, data: st.DataObject) -> None:
+        if self.live and data.draw(st.integers(0, 4)) == 0:
+            self.end(data.draw(st.integers(0, len(self.live) - 1)))
+
     @precondition(lambda self: self.live)
-    @rule()
-    def step_raises(self) -> None:
+    @rule(ahead=st.booleans())
+    def step_raises(self, ahead: bool) -> None:
         plan = self.engine.plan()
         if plan is not None:
             self.runner.slots.edit(plan)
+            if ahead and (following := self.engine.scheduler.plan_ahead()) is not None:
+                self.runner.slots.edit(following)
             self.engine.scheduler.abandon()
 
     def end(self, index: int) -> None:
@@ -149,6 +176,7 @@ class AnySchedule(RuleBasedStateMachine):
             assert sequence.generated == generated
             assert sequence.output_ids == hash_answer(sequence, prompt, VOCABULARY)[:generated]
         event(f"reused {any(sequence.cached_tokens for sequence in self.made)}")
+        event(f"ran ahead {self.ran_ahead}")
         event(f"preempted {self.engine.scheduler.preemptions > 0}")
 
 

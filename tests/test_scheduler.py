@@ -13,9 +13,21 @@ from hypothesis import strategies as st
 
 from nanoserve.blocks import BlockPool
 from nanoserve.budget import StepBudget
+from nanoserve.engine import Engine
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import Sequence, State
-from tests.engines import EOS, VOCABULARY, assert_exact, check_mirror, hash_engine, prompt_of, run_to_end, sequence_of
+from nanoserve.sequence import Sequence, State, StepPlan
+from tests.engines import (
+    EOS,
+    VOCABULARY,
+    HashRunner,
+    assert_exact,
+    check_mirror,
+    hash_answer,
+    hash_engine,
+    prompt_of,
+    run_to_end,
+    sequence_of,
+)
 
 # --- one request -----------------------------------------------------------------------------------------------
 
@@ -198,6 +210,78 @@ def test_blocks_are_kept_until_commit_when_a_step_in_flight_addresses_them(phase
     run_to_end(engine, runner)
     assert_exact(other, prompt_of(5))
     assert pool.used_blocks == 0
+
+
+def decoding(engine: Engine, runner: HashRunner, *sequences: Sequence) -> StepPlan:
+    """The plan of a step in flight that decodes all of them."""
+    for sequence in sequences:
+        engine.add(sequence)
+    engine.step()
+    plan = engine.plan()
+    assert plan is not None
+    assert set(plan.decode_sequences) == set(sequences)
+    runner.slots.edit(plan)
+    return plan
+
+
+def test_step_ahead_decodes_what_goes_on_before_its_tokens_are_known() -> None:
+    engine, runner, _ = hash_engine(blocks=16)
+    first, last = sequence_of(prompt_of(5), max_tokens=9), sequence_of(prompt_of(3, 1), max_tokens=2)
+    plan = decoding(engine, runner, first, last)
+    ahead = engine.scheduler.plan_ahead()
+    assert ahead is not None
+    assert [(row.table_row, row.position) for row in ahead.decode] == [(first.table_row, 6)], (
+        "the other one's limit is 2"
+    )
+    assert engine.scheduler.plan_ahead() is None, "one step ahead, not two"
+    runner.slots.edit(ahead)
+    assert {new.sequence for new in engine.commit(plan, runner.compute(plan))} == {first, last}
+    assert (last.finish_reason, last.table.blocks) == ("length", [])
+    assert [new.sequence for new in engine.commit(ahead, runner.compute(ahead))] == [first]
+    run_to_end(engine, runner)
+    assert_exact(first, prompt_of(5))
+    assert_exact(last, prompt_of(3, 1))
+
+
+def test_token_chosen_in_vain_is_seen_by_nobody_when_a_sequence_ended_the_step_before() -> None:
+    engine, runner, pool = hash_engine(blocks=16)
+    answer = hash_answer(sequence_of(prompt_of(5)), prompt_of(5), VOCABULARY)
+    sequence = sequence_of(prompt_of(5), eos=frozenset({answer[1]}))
+    plan = decoding(engine, runner, sequence)
+    ahead = engine.scheduler.plan_ahead()
+    assert ahead is not None
+    runner.slots.edit(ahead)
+    assert [new.token for new in engine.commit(plan, runner.compute(plan))] == answer[1:2]
+    assert sequence.finish_reason == "stop"
+    assert sequence.table.blocks, "the step that runs still addresses them"
+    assert engine.commit(ahead, runner.compute(ahead)) == []
+    assert sequence.output_ids == answer[:2]
+    assert pool.used_blocks == 0
+    engine.check()
+
+
+@pytest.mark.parametrize("why", ["a prompt", "an arrival", "no block", "nothing goes on", "an abort", "no step"])
+def test_step_ahead_is_refused_and_takes_nothing(why: str) -> None:
+    engine, runner, pool = hash_engine(blocks=2, max_step_rows=5 if why == "a prompt" else 64)
+    sequence = sequence_of(prompt_of(3 if why == "no block" else 2), max_tokens=2 if why == "nothing goes on" else 6)
+    plan = decoding(engine, runner, sequence)
+    if why == "no step":
+        engine.commit(plan, runner.compute(plan))
+    if why == "a prompt":
+        engine.commit(plan, runner.compute(plan))
+        engine.add(sequence_of(prompt_of(3, 1)))
+        plan = engine.plan()
+        assert plan is not None
+        assert plan.chunks
+    if why == "an arrival":
+        engine.add(sequence_of(prompt_of(3, 1)))
+    if why == "no block":
+        pool.allocate(pool.free_blocks)
+    if why == "an abort":
+        engine.finish(sequence, "cancelled")
+    free = pool.free_blocks
+    assert engine.scheduler.plan_ahead() is None
+    assert pool.free_blocks == free
 
 
 def test_next_request_starts_clean_when_one_was_aborted_inside_a_block() -> None:

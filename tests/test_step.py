@@ -72,9 +72,9 @@ def test_a_history_that_is_not_the_sequences_is_found() -> None:
     sequence.table_row, sequence.state = 1, State.DECODE
     slots, history = SlotTable(2, 20, 99), HistoryTable(2, 20, torch.device("cpu"))
     with pytest.raises(AssertionError, match="the history is not the sequence's"):
-        check_mirror(sequence, slots, history)
+        check_mirror(sequence, sequence.computed, slots, history)
     history.write(1, [1, 2], 2, params)
-    check_mirror(sequence, slots, history)
+    check_mirror(sequence, sequence.computed, slots, history)
     history.write(1, [1, 3], 2, params)
     with pytest.raises(AssertionError, match="the history is not the sequence's"):
-        check_mirror(sequence, slots, history)
+        check_mirror(sequence, sequence.computed, slots, history)

@@ -13,7 +13,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.memory import kv_bytes_per_token
 from nanoserve.metrics import Metrics
 from nanoserve.request import Request, SamplingParams, TokenPrompt
-from nanoserve.sequence import NewToken, Sequence
+from nanoserve.sequence import NewToken, Sequence, StepPlan
 from tests.engines import SlotLists, check_mirror
 
 BYTES_PER_TOKEN = kv_bytes_per_token(num_layers=3, num_kv_heads=2, head_dim=16, itemsize=4)
@@ -70,13 +70,17 @@ class Ask:
 
 
 class TinyEngine:
-    """A built engine, stepped by hand; every step is checked."""
+    """A built engine, stepped by hand; every step is checked. `ahead`: steps are planned and started while the one
+    before runs, wherever that is possible; `ran_ahead` counts them."""
 
-    def __init__(self, folder: Path, **fields: Any) -> None:
+    def __init__(self, folder: Path, *, ahead: bool = False, **fields: Any) -> None:
         self.metrics = Metrics("test")
         self.booted: Booted = build_engine(tiny_config(folder, **fields), self.metrics, _ignore, bar=False)
         self.engine = self.booted.engine
         self.runner = self.engine.runner
+        self.ran_ahead = 0
+        self._ahead = ahead
+        self._started: tuple[StepPlan, Any] | None = None
         self._requests = 0
 
     def add(self, ask: Ask) -> list[Sequence]:
@@ -88,9 +92,22 @@ class TinyEngine:
         return sequences
 
     def step(self) -> list[NewToken]:
-        new = self.engine.step()
+        new = self._step_ahead() if self._ahead else self.engine.step()
         self.check()
         return new
+
+    def _step_ahead(self) -> list[NewToken]:
+        """Commit a step, having started the next one if it can be planned before."""
+        started, self._started = self._started, None
+        if started is None:
+            if (plan := self.engine.plan()) is None:
+                return []
+            started = plan, self.engine.start(plan, -1)
+        if (following := self.engine.plan_ahead()) is not None:
+            self._started = following, self.engine.start(following, -1, ahead=True)
+            self.ran_ahead += 1
+        self.engine.settle()  # also the next one is over by now: its results are not to disturb this one's
+        return self.engine.commit(started[0], self.engine.finish_step(started[1]))
 
     def check(self) -> None:
         self.engine.check()

@@ -16,7 +16,6 @@ from nanoserve.kernels import native_lib
 from nanoserve.kernels.native_head import HeadRecorder
 from nanoserve.kernels.native_ops import Program, new_kv_store, segments
 from nanoserve.ops import Rotation, StepWindow
-from nanoserve.probe import cores
 
 if TYPE_CHECKING:
     from nanoserve.ops import KVStore
@@ -90,7 +89,6 @@ class NativeBackend:
     def __init__(self, pool: native_lib.Pool, ops: NativeOps) -> None:
         self._pool = pool
         self._ops = ops
-        self._crowded = pool.threads >= cores()
         self._launches: dict[tuple[int, ...], native_lib.Launch] = {}
 
     def record(self, program: Callable[[], T]) -> Callable[[], T]:
@@ -102,12 +100,7 @@ class NativeBackend:
         return self.outputs(replays)
 
     def start(self, replays: Sequence[Callable[[], T]], notify_fd: int) -> None:
-        """Where the threads take every core, one of them is held back until `release`: the caller needs a core too."""
-        self._pool.launch(self._launch_of(replays), notify_fd, held=self._crowded)
-
-    def release(self) -> None:
-        if self._crowded:
-            self._pool.release()
+        self._pool.launch(self._launch_of(replays), notify_fd)
 
     def outputs(self, replays: Sequence[Callable[[], T]]) -> list[T]:
         return [replay.output for replay in replays]  # type: ignore[attr-defined]

@@ -258,8 +258,7 @@ class NativeLibrary:
         self._slow.ns_pool_free.argtypes = [c_void_p]
         self._slow.ns_pool_reserve.argtypes = [c_void_p, c_int64]
         self._slow.ns_pool_wait.argtypes = [c_void_p]
-        self._quick.ns_pool_launch.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_int32]
-        self._quick.ns_pool_release.argtypes, self._quick.ns_pool_release.restype = [c_void_p], None
+        self._quick.ns_pool_launch.argtypes = [c_void_p, c_void_p, c_int32, c_int32]
 
     @property
     def isa(self) -> str:
@@ -296,19 +295,15 @@ class Pool:
         """Give every thread at least that much scratch. Not while a program runs."""
         _check(self.library.slow.ns_pool_reserve(self._handle, scratch_bytes), f"{scratch_bytes:,} bytes of scratch")
 
-    def launch(self, launch: Launch, notify_fd: int = -1, *, held: bool = False) -> None:
-        """Start the programs, one after the other, once the launch before, if one runs, is over. At the end 8 bytes go
-        to `notify_fd`, if there is one. `held` leaves the last of several threads out until `release`.
+    def launch(self, launch: Launch, notify_fd: int = -1) -> None:
+        """Start the programs, one after the other, once the launch before, if one runs, is over; at the end 8 bytes go
+        to `notify_fd`, if there is one.
 
         Returns at once. Inputs must stay as they are until the end. Raises RuntimeError while two launches are open.
         """
         segments = launch.segments
-        _check(self.library.quick.ns_pool_launch(self._handle, segments, len(segments), notify_fd, held), "a launch")
+        _check(self.library.quick.ns_pool_launch(self._handle, segments, len(segments), notify_fd), "a launch")
         self._latest.append(launch)
-
-    def release(self) -> None:
-        """Let the thread help that a held launch left out. Does nothing if none runs."""
-        self.library.quick.ns_pool_release(self._handle)
 
     def wait(self) -> None:
         """Return once nothing runs."""

@@ -251,7 +251,7 @@ static int run_one(ns_pool *pool)
     const ns_segment segment = {p.records, p.count};
     if (ns_pool_reserve(pool, (int64_t)p.scratch)) return 1;
     for (int times = 0; times < 2; times++)
-        if (ns_pool_launch(pool, &segment, 1, -1, 0) || ns_pool_wait(pool)) return 1;
+        if (ns_pool_launch(pool, &segment, 1, -1) || ns_pool_wait(pool)) return 1;
     for (size_t i = 0; i < n; i++)
         if (tokens[i] < 0 || tokens[i] >= vocab) return 1;
     while (owned_count) free(owned[--owned_count]);

@@ -53,8 +53,10 @@ def test_answers_follow_the_reference_kernels_until_rounding_turns_a_tie(folder:
         {"max_sequences": 3},
         {"blocks": 5, "max_step_rows": 8, "max_sequences": 5},
         {"warmup_seconds": None},
+        {"ahead": True},
+        {"ahead": True, "threads": 2, "blocks": 5, "max_step_rows": 8, "max_sequences": 5},
     ],
-    ids=["together", "two threads", "chunks of 1", "chunks of 7", "3 rows", "preempted", "warmed"],
+    ids=["together", "two threads", "chunks of 1", "chunks of 7", "3 rows", "preempted", "warmed", "ahead", "all"],
 )
 def test_answers_equal_solo_runs_to_the_bit_when_many_are_served(
     folder: Path, alone: list[Any], fields: dict[str, Any]
@@ -62,6 +64,7 @@ def test_answers_equal_solo_runs_to_the_bit_when_many_are_served(
     engine = TinyEngine(folder, **{**NATIVE, **fields})
     assert engine.answers(crowd()) == alone
     assert (engine.engine.scheduler.preemptions > 0) is ("blocks" in fields)
+    assert (engine.ran_ahead > 5) is ("ahead" in fields)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,7 @@ def test_tokens_follow_the_request_alone_when_sampled_beside_others(folder: Path
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"prefill_tokens": 7}, {"blocks": 4, "prefill_tokens": 5, "max_sequences": 5}],
+    [{}, {"max_step_rows": 8}, {"blocks": 4, "max_step_rows": 10, "max_sequences": 5}],
     ids=["together", "chunks of 7", "preempted"],
 )
 def test_plain_and_penalised_answers_equal_solo_runs_when_they_share_steps(

@@ -176,9 +176,7 @@ def test_launches_made_ahead_run_in_order_and_each_tells_its_end(
         if launched - told == 2:
             assert select.select([descriptor], [], [], 60)[0] == [descriptor]
             told += os.eventfd_read(descriptor)
-        harness.pool.launch(launch, descriptor, held=random.random() < 0.5)
-        if random.random() < 0.5:
-            harness.pool.release()
+        harness.pool.launch(launch, descriptor)
         if random.random() < 0.3:
             harness.pool.wait()
             assert newest.tolist() == expected[launched + 1]
@@ -187,16 +185,6 @@ def test_launches_made_ahead_run_in_order_and_each_tells_its_end(
     harness.pool.close()
     assert told + os.eventfd_read(descriptor) == 400
     os.close(descriptor)
-
-
-def test_a_held_launch_ends_without_the_thread_that_is_never_released(fastest: native_lib.NativeLibrary) -> None:
-    harness = Harness(fastest, threads=2)
-    program, newest = tiny(harness).following(3)
-    before = newest.tolist()
-    harness.pool.launch(segments([program]), held=True)
-    harness.pool.wait()
-    assert newest.tolist() != before
-    harness.pool.close()
 
 
 def test_closing_a_pool_twice_is_harmless(fastest: native_lib.NativeLibrary) -> None:

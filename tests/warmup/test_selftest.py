@@ -144,7 +144,7 @@ class LeakyHead(ReferenceOps):
 
 
 def paged(shapes: list[GraphKey] | None = None, ops: ReferenceOps | None = None) -> SelfTestReport:
-    tiny = tiny_engine(ops=ops, attention_read="paged", max_sequences=3, prefill_tokens=4)
+    tiny = tiny_engine(ops=ops, attention_read="paged", max_sequences=3, max_step_rows=7)
     runner = tiny.engine.runner
     assert runner.shapes is not None
     tiny.engine.warm_decode(shapes or runner.shapes.shapes(), cost=CostModel(0.0, 0.0))

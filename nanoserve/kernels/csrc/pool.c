@@ -8,10 +8,6 @@
  * thread sleeps.
  *
  * A second launch may be made while one runs: it begins when the first is over, without anyone having slept.
- *
- * The last thread can be held back, so that the launcher keeps a core for what it has to do meanwhile: a held launch is
- * left to the other threads until ns_pool_release lets the last one help. A thread that is taken off its core in the
- * middle of a job would cost more: all others wait for that job.
  */
 #define _GNU_SOURCE
 #include "pool.h"
@@ -33,7 +29,6 @@ typedef struct {
     ns_segment segments[NS_MAX_SEGMENTS];
     int32_t count;
     int32_t notify_fd;
-    int32_t held;
 } ns_launch;
 
 typedef struct {
@@ -59,8 +54,7 @@ struct ns_pool {
     _Atomic int64_t grain;
     _Alignas(NS_LINE) _Atomic uint64_t ticket;
     _Alignas(NS_LINE) _Atomic int64_t left; /* jobs of the open record that are not over */
-    ns_word launch;  /* changes when there is a program */
-    ns_word release; /* changes when the last thread is to help */
+    ns_word launch; /* changes when there is a program */
     ns_word turn;   /* changes when the next record is open */
     ns_word done;   /* changes when a program is over */
 };
@@ -88,13 +82,6 @@ static ns_launch *ns_current(ns_pool *pool)
     return &pool->launches[atomic_load_explicit(&pool->current, memory_order_relaxed) % NS_MAX_LAUNCHES];
 }
 
-/* Wakes whom the launch that begins is for. */
-static void ns_wake(ns_pool *pool)
-{
-    ns_word_bump(&pool->launch);
-    if (!ns_current(pool)->held) ns_word_bump(&pool->release);
-}
-
 /* Ends the program that runs. Returns whether another has been launched, which is the current one then. */
 static int ns_finish(ns_pool *pool)
 {
@@ -106,14 +93,13 @@ static int ns_finish(ns_pool *pool)
     atomic_fetch_add(&pool->current, 1);
     if (more) {
         atomic_fetch_sub(&pool->open, 1);
-        if (!ns_current(pool)->held) ns_word_bump(&pool->release);
     } else {
         atomic_store(&pool->running, 0);
         ns_open(pool, NULL, 0, 1); /* lets go whoever waits for the next record */
         if (!atomic_compare_exchange_strong(&pool->open, &last, 0)) { /* launched just now */
             atomic_fetch_sub(&pool->open, 1);
             atomic_store(&pool->running, 1);
-            ns_wake(pool);
+            ns_word_bump(&pool->launch);
             more = 1;
         }
     }
@@ -146,13 +132,11 @@ static void ns_advance(ns_pool *pool, const ns_worker *worker)
     } while (ns_finish(pool));
 }
 
-/* Takes and runs jobs until no program is left; the last thread until one begins that it is held back from. */
-static void ns_serve(ns_pool *pool, const ns_worker *worker, int last)
+/* Takes and runs jobs until no program is left. */
+static void ns_serve(ns_pool *pool, const ns_worker *worker)
 {
-    const uint32_t joined = atomic_load(&pool->current);
     uint64_t ticket = atomic_load_explicit(&pool->ticket, memory_order_acquire);
     for (;;) {
-        if (last && atomic_load_explicit(&pool->current, memory_order_relaxed) != joined) return;
         const uint32_t turn = (uint32_t)(ticket >> 32);
         const int64_t jobs = (int64_t)(uint32_t)ticket;
         if (jobs == 0) {
@@ -179,15 +163,13 @@ static void *ns_thread(void *argument)
 {
     ns_seat *seat = argument;
     ns_pool *pool = seat->pool;
-    const int last = pool->threads > 1 && seat->worker.index == pool->threads - 1;
-    ns_word *word = last ? &pool->release : &pool->launch;
     uint32_t seen = 0;
     ns_default_rounding();
     for (;;) {
-        ns_word_wait(word, seen, 0);
-        seen = ns_word_get(word);
+        ns_word_wait(&pool->launch, seen, 0);
+        seen = ns_word_get(&pool->launch);
         if (atomic_load(&pool->stop)) return NULL;
-        ns_serve(pool, &seat->worker, last);
+        ns_serve(pool, &seat->worker);
     }
 }
 
@@ -211,7 +193,6 @@ static void ns_pool_end(ns_pool *pool, int32_t running)
 {
     atomic_store(&pool->stop, 1);
     ns_word_bump(&pool->launch);
-    ns_word_bump(&pool->release);
     for (int32_t i = 0; i < running; i++) pthread_join(pool->seats[i].thread, NULL);
     for (int32_t i = 0; pool->seats && i < pool->threads; i++) free(pool->seats[i].worker.scratch);
     free(pool->seats);
@@ -228,7 +209,6 @@ int ns_pool_new(int32_t threads, ns_pool **out)
     pool->seats = calloc((size_t)threads, sizeof *pool->seats);
     pool->threads = threads;
     ns_word_init(&pool->launch);
-    ns_word_init(&pool->release);
     ns_word_init(&pool->turn);
     ns_word_init(&pool->done);
     int32_t running = 0;
@@ -253,7 +233,7 @@ void ns_pool_free(ns_pool *pool)
     ns_pool_end(pool, pool->threads);
 }
 
-int ns_pool_launch(ns_pool *pool, const ns_segment *segments, int32_t count, int32_t notify_fd, int32_t held)
+int ns_pool_launch(ns_pool *pool, const ns_segment *segments, int32_t count, int32_t notify_fd)
 {
     if (count < 1 || count > NS_MAX_SEGMENTS) return -EINVAL;
     if (atomic_load(&pool->open) == NS_MAX_LAUNCHES) return -EBUSY;
@@ -261,15 +241,12 @@ int ns_pool_launch(ns_pool *pool, const ns_segment *segments, int32_t count, int
     memcpy(launch->segments, segments, (size_t)count * sizeof *segments);
     launch->count = count;
     launch->notify_fd = notify_fd;
-    launch->held = held;
     if (atomic_fetch_add(&pool->open, 1)) return 0; /* who ends the one before begins this one */
     atomic_store(&pool->running, 1);
     ns_open(pool, NULL, 1, 1);
-    ns_wake(pool);
+    ns_word_bump(&pool->launch);
     return 0;
 }
-
-void ns_pool_release(ns_pool *pool) { ns_word_bump(&pool->release); }
 
 int ns_pool_wait(ns_pool *pool)
 {

@@ -10,10 +10,8 @@ typedef struct ns_pool ns_pool;
 int ns_pool_new(int32_t threads, ns_pool **out);
 void ns_pool_free(ns_pool *pool);
 int ns_pool_reserve(ns_pool *pool, int64_t scratch_bytes);
-/* -EBUSY while a launch waits for another. `held`: the last of several threads is left out until it is released. */
-int ns_pool_launch(ns_pool *pool, const ns_segment *segments, int32_t count, int32_t notify_fd, int32_t held);
+/* -EBUSY while a launch waits for another. */
+int ns_pool_launch(ns_pool *pool, const ns_segment *segments, int32_t count, int32_t notify_fd);
 int ns_pool_wait(ns_pool *pool);
-
-void ns_pool_release(ns_pool *pool);
 
 #endif
