@@ -228,8 +228,8 @@ def gguf_of(source: ModelSource, flag: str) -> Path:
 
 
 def q4_0_file(python: str, model: Path, folder: Path) -> Path:
-    """A GGUF file in the format that llama.cpp repacks for its fastest kernels: itself if it has it, else what llama.cpp
-    makes of it in `folder`. Raises Missing."""
+    """A GGUF file in the format that llama.cpp has its fastest kernels for: itself if it is, else what llama.cpp makes
+    of it in `folder`. Raises Missing."""
     if weight_format(model) in ("Q4_0", "Q4_0, head Q8_0"):
         return model
     target = folder / f"{model.stem}-Q4_0.gguf"
