@@ -89,7 +89,7 @@ class OpenAI:
         submission = Submission(self._engine, job.requests)
         await submission.submit()
         if job.stream:
-            frames = completion_frames(submission, shape, job.include_usage)
+            frames = completion_frames(submission, shape, job.stream_options)
             return EventStream(frames, self._config, on_end=submission.close)
         try:
             return await _whole(submission, shape, request)

@@ -76,8 +76,12 @@ def _short(value: Number) -> str:
     return text if len(text) <= 24 else f"{text[:20]}… ({len(text)} digits)"
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, frozen=True):
+    """`include_usage` asks for a last chunk with the usage, `continuous_usage_stats` (vLLM's) for the usage so far in
+    every chunk."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Message(msgspec.Struct):

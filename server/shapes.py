@@ -19,13 +19,18 @@ LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 WIRE_REASONS: dict[str, str] = {"stop": "stop", "length": "length", "tool_calls": "tool_calls", "timeout": "length"}
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
+def usage_so_far(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """Of a request that may still be running; all of its choices together."""
     return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
     }
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    counts = usage_so_far(usage.prompt_tokens, usage.completion_tokens)
+    return {**counts, "prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
 
 
 def nanoserve_body(finished: Finished) -> dict[str, Any]:
@@ -87,7 +92,7 @@ class Shape(ABC):
         for index in range(choices if echo else 0):
             self.choices[index].text = echo[index * len(echo) // choices]
 
-    def chunk(self, delta: Delta, include_usage: bool) -> dict[str, Any] | None:
+    def chunk(self, delta: Delta) -> dict[str, Any] | None:
         """The chunk `delta` makes, or None while it holds no text and ends nothing."""
         choice = self.choices[delta.index]
         choice.add(delta)
@@ -96,8 +101,6 @@ class Shape(ABC):
             return None
         chunk: dict[str, Any] = {"object": self.chunk_object, **self._head}
         chunk["choices"] = [self.chunk_choice(choice, reason)]
-        if include_usage:
-            chunk["usage"] = None
         if delta.finished is not None:
             chunk["nanoserve"] = nanoserve_body(delta.finished)
         choice.clear()

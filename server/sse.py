@@ -22,8 +22,9 @@ from nanoserve.request import Finished
 from server.config import ServerConfig
 from server.failures import describe
 from server.lifecycle import Lifecycle
+from server.schemas import StreamOptions
 from server.seam import Engine
-from server.shapes import Shape, in_band_error
+from server.shapes import Shape, in_band_error, usage_so_far
 from server.submission import Submission
 
 DONE = b"data: [DONE]\n\n"
@@ -42,16 +43,22 @@ def frame(payload: Any) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-async def completion_frames(submission: Submission, shape: Shape, include_usage: bool) -> AsyncIterator[bytes]:
+async def completion_frames(submission: Submission, shape: Shape, options: StreamOptions) -> AsyncIterator[bytes]:
     """The frames of a generating route, from the first chunk to `[DONE]`; a failure is one frame before it."""
     finished: Finished | None = None
     failure: Exception | None = None
+    completion_tokens = 0
     try:
         async with aclosing(submission.deltas()) as deltas:
             async for delta in deltas:
                 finished = delta.finished
-                chunk = shape.chunk(delta, include_usage)
+                completion_tokens += len(delta.token_ids)
+                chunk = shape.chunk(delta)
                 if chunk is not None:
+                    if options.continuous_usage_stats:
+                        chunk["usage"] = usage_so_far(submission.prompt_tokens, completion_tokens)
+                    elif options.include_usage:
+                        chunk["usage"] = None
                     yield frame(chunk)
     except Exception as error:
         # The status line is gone: whatever this is, the client learns of it in the stream or not at all.
@@ -62,7 +69,7 @@ async def completion_frames(submission: Submission, shape: Shape, include_usage:
         failure = in_band_error(finished)
     if failure is not None:
         yield frame(describe(failure).body)
-    elif finished is not None and include_usage:
+    elif finished is not None and options.include_usage:
         yield frame(shape.usage_chunk(finished))
     yield DONE
 

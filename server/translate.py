@@ -22,6 +22,7 @@ from server.schemas import (
     CompletionBody,
     Message,
     SamplingBody,
+    StreamOptions,
 )
 from server.seam import Engine
 
@@ -52,7 +53,7 @@ class Job:
     requests: tuple[Request, ...]
     model: str
     stream: bool
-    include_usage: bool
+    stream_options: StreamOptions
     echo: tuple[str, ...] = ()
 
     @property
@@ -126,9 +127,8 @@ def _job(
         Request(request_id + suffix, prompt, params, None if timeout is None else float(timeout), priority, salt)
         for prompt, suffix in zip(found, suffixes, strict=True)
     )
-    include_usage = bool(body.stream_options and body.stream_options.include_usage)
     model = body.model or (served.names[0] if served.names else "")
-    return Job(requests, model, bool(body.stream), include_usage, echo)
+    return Job(requests, model, bool(body.stream), body.stream_options or StreamOptions(), echo)
 
 
 def max_tokens(body: SamplingBody, default: int | None) -> int | None:

@@ -23,11 +23,7 @@ from nanoserve.bench.tables import Column, Table
 from nanoserve.bench.warm_picture import draw
 from nanoserve.bench.warm_tables import Serving, budget_table, paid_table
 from nanoserve.cli import build_parser, main
-from nanoserve.simulate.trace import load_trace
 from tests.checkout import ROOT
-from tests.server.support import wait_until
-from tests.tiny_folder import write_served_model
-from tests.tiny_server import warm_server
 
 SERVING = Serving(rows=256, width=8192, multiple=128, seconds_per_graph=0.05, trim_rows=8, trim_width=2048)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -253,7 +249,7 @@ def test_measurement_ends_quietly_when_its_reader_has_read_enough() -> None:
     assert process.returncode == 141
 
 
-@pytest.mark.parametrize("measurement", ["warm", "stalls"])
+@pytest.mark.parametrize("measurement", ["warm", "stalls", "engine", "serve", "peer"])
 def test_flags_have_a_help_text_each(measurement: str) -> None:
     args = build_parser().parse_args(["bench", measurement])
     assert isinstance(args, argparse.Namespace)
@@ -312,148 +308,3 @@ def test_canvas_escapes_and_labels_what_it_is_given() -> None:
     assert root.findtext(f"{SVG}title") == '<"&'
     assert root.get("aria-labelledby") == "title description"
     assert texts(canvas.markup()) == ["a < b & c"]
-
-
-# --- bench engine ----------------------------------------------------------------------------------------------------
-
-
-def test_engine_measures_whole_steps_and_what_they_read_when_the_model_is_a_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write_served_model(tmp_path / "tiny", num_hidden_layers=1)
-    shapes = ["--rows", "1", "3", "--context", "20", "--prefill", "9", "--max-step-rows", "4", "--repeats", "2"]
-    flags = ["--model", folder, "--kernels", "reference", "--threads", "1", *shapes, "--csv", tmp_path / "csv"]
-    out, result = bench(capsys, "engine", *flags)
-    assert [(each["rows"], each["context"]) for each in result["decode"]] == [(1, 20), (3, 20)]
-    token_bytes = 2 * 1 * 2 * 16 * 4
-    reads = [each["megabytes"] * 1e6 for each in result["decode"]]
-    assert reads == [pytest.approx(result["weight_bytes"] + rows * 20 * token_bytes) for rows in (1, 3)]
-    (prefill,) = result["prefill"]
-    assert prefill["megabytes"] * 1e6 == pytest.approx(3 * result["weight_bytes"] + (4 + 8 + 9) * token_bytes)
-    assert prefill["tokens_per_second"] == pytest.approx(9 / prefill["seconds"])
-    assert all(each["least_seconds"] <= each["seconds"] for each in (*result["decode"], prefill))
-    assert "reference kernels, 1 threads" in out
-    assert (tmp_path / "csv" / "engine-decode.csv").read_text().startswith("kind,rows,context,seconds")
-
-
-# --- bench mixed -----------------------------------------------------------------------------------------------------
-
-
-def test_mixed_times_streams_and_a_prompt_together_and_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write_served_model(tmp_path / "tiny", num_hidden_layers=1, max_position_embeddings=512)
-    load = [
-        "--streams",
-        "3",
-        "--stream-tokens",
-        "4",
-        "--prompt-tokens",
-        "60",
-        "--max-step-rows",
-        "23",
-        "--repeats",
-        "2",
-    ]
-    flags = ["--model", folder, "--kernels", "reference", "--threads", "1", *load, "--prefill-gap-seconds", "100"]
-    out, result = bench(capsys, "mixed", *flags)
-    assert "3 streams of 4 tokens, then a prompt of 60" in out
-    assert len(result["rounds"]) == 2
-    for each in result["rounds"]:
-        assert each["prompt_rows"] == 23 - 3, "the streams decode in every step of the prompt"
-        assert 0 < each["gap_p50_seconds"] <= each["gap_p99_seconds"] <= each["gap_max_seconds"]
-        assert each["ttft_ratio"] == pytest.approx(each["ttft_seconds"] / each["ttft_alone_seconds"])
-        counted = each["ttft_alone_seconds"] + 3 * each["quiet_p50_seconds"]
-        assert each["ttft_counted_ratio"] == pytest.approx(each["ttft_seconds"] / counted)
-
-
-def test_mixed_ends_in_one_line_when_the_context_is_too_short(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write_served_model(tmp_path / "tiny", num_hidden_layers=1)
-    assert main(["bench", "mixed", "--model", str(folder), "--kernels", "reference"]) == 2
-    assert "lower --prompt-tokens or --stream-tokens" in capsys.readouterr().err.splitlines()[-1]
-
-
-# --- bench prefix ----------------------------------------------------------------------------------------------------
-
-
-def test_prefix_reuses_the_first_turn_and_answers_alike_when_the_model_is_a_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write_served_model(tmp_path / "tiny", num_hidden_layers=1)
-    turns = ["--history", "70", "--generated", "5", "--added", "3", "--repeats", "2"]
-    flags = ["--model", folder, "--kernels", "reference", "--threads", "1", *turns, "--csv", tmp_path / "csv"]
-    out, result = bench(capsys, "prefix", *flags)
-    assert [(each["prompt_tokens"], each["cached_tokens"]) for each in result["turns"]] == [(70, 0), (78, 64), (78, 0)]
-    assert all(0 < each["least_seconds"] <= each["ttft_seconds"] for each in result["turns"])
-    first, second, _ = (each["ttft_seconds"] for each in result["turns"])
-    assert result["second_over_first"] == pytest.approx(second / first)
-    assert result["answers_equal"] is True
-    assert "answers with and without the cache are equal" in out
-    assert (tmp_path / "csv" / "prefix-turns.csv").read_text().startswith("turn,prompt_tokens,cached_tokens")
-
-
-# --- bench serve -----------------------------------------------------------------------------------------------------
-
-
-def test_serve_counts_every_token_of_every_stream_when_the_server_answers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write_served_model(tmp_path / "tiny", num_hidden_layers=1)
-    load = ["--streams", "1", "3", "--rounds", "2", "--prompt-tokens", "5", "--generated", "12"]
-    with warm_server(folder) as (server, engine):
-        wait_until(lambda: engine.stage == "ready", 30)
-        output = ["--csv", tmp_path / "csv", "--save-trace", tmp_path / "trace"]
-        out, result = bench(capsys, "serve", "--url", server.url, *load, *output)
-        counted = server.get("/metrics").json()["tokens"]["generated_total"]
-    assert counted == (1 + 3) * 2 * 12
-    assert [each["streams"] for each in result["load"]] == [1, 3]
-    assert all(each["ttft_seconds"] > 0 and each["tokens_per_second"] > 0 for each in result["load"])
-    assert "5 tokens in, 12 out, 2 requests a stream" in out
-    sent = load_trace(tmp_path / "trace").asks
-    assert [(ask.prompt_tokens, ask.output_tokens) for ask in sent] == [(5, 12)] * 8
-    assert sent[0].arrival_seconds == 0.0
-    assert sent[1].arrival_seconds > 0.0
-    assert (tmp_path / "csv" / "serve-load.csv").read_text().startswith("streams,tokens_per_second,ttft_seconds")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--url", "127.0.0.1:8000"], "is no http:// address"),
-        (["--url", "http://127.0.0.1:1"], "cannot be reached"),
-        (["--streams", "0"], "--streams is 0; it must be at least 1"),
-    ],
-)
-def test_serve_ends_in_one_line_when_there_is_no_server(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "serve", *flags]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-
-
-def test_serve_quotes_the_server_when_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_served_model(tmp_path / "tiny", num_hidden_layers=1)
-    with warm_server(folder) as (server, engine):
-        wait_until(lambda: engine.stage == "ready", 30)
-        assert main(["bench", "serve", "--url", server.url, "--prompt-tokens", "500"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "answered HTTP/1.1 400" in line
-    assert "the prompt is 500 tokens; the limit is 64" in line
-
-
-@pytest.mark.slow
-def test_start_counts_from_the_command_to_the_first_token_stage_by_stage(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write_served_model(tmp_path / "model")
-    flags = ("--model", folder, "--repeats", "1", "--flags", "--device cpu --max-model-len 128 --kernels reference")
-    _, result = bench(capsys, "start", *flags)
-    seconds = {record["stage"].strip(): record["seconds"] for record in result["start"]}
-    assert list(seconds)[:3] == ["port open", "ready", "first token"]
-    assert 0 < seconds["port open"] < seconds["ready"] < seconds["first token"]
-    stages = ("server", "imports", "kernels", "weights", "tokenizer", "engine", "warm-up")
-    assert list(seconds)[3:] == list(stages)
-    assert sum(seconds[stage] for stage in stages) < seconds["ready"] + 0.5

@@ -3,6 +3,8 @@
 flags     the command line of every measurement
 subject   the model under test and the engines made from it
 client    sequences driven through an engine, token by token
+load      clients of a server over HTTP, and what they saw
+contenders, peer_worker   engines under comparison, driven alike: this one, and others in a process of theirs
 tables    results as text, CSV and JSON
 svg       pictures
 and one module for each measurement, with `run(args) -> exit code`, and its picture beside it
@@ -24,6 +26,7 @@ from typing import Any
 from nanoserve.bench.flags import (
     add_engine_flags,
     add_mixed_flags,
+    add_peer_flags,
     add_prefix_flags,
     add_quality_flags,
     add_serve_flags,
@@ -65,6 +68,7 @@ MEASUREMENTS = (
     Measurement("mixed", "gaps of running streams while a long prompt is computed", add_mixed_flags),
     Measurement("prefix", "first token of a chat's second turn, with and without the prefix cache", add_prefix_flags),
     Measurement("serve", "load over SSE on a running server: tokens/s, first token, gaps", add_serve_flags),
+    Measurement("peer", "the same work through this engine and through others, in turn", add_peer_flags),
     Measurement("quality", "perplexity of a text by weight format, beside the fp32 model's", add_quality_flags),
     Measurement("start", "seconds from the command to the first token, stage by stage", add_start_flags),
     Measurement("stalls", "gaps between one client's tokens, with and without warming", add_stalls_flags),

@@ -1,4 +1,5 @@
-"""Clients of an engine without a network: sequences added at once, greedy, to a fixed length, each token timed."""
+"""Clients of an engine without a network: sequences added at once, greedy, to a fixed length, each token timed; and
+sequences that stay, decoded by as many steps as their owner asks for at a time."""
 
 from __future__ import annotations
 
@@ -30,18 +31,67 @@ class Run:
         return tuple(after - before for before, after in zip(self.seconds, self.seconds[1:], strict=False))
 
 
+def new_sequence(
+    prompt_ids: list[int],
+    *,
+    row: int,
+    max_tokens: int,
+    block_size: int,
+    params: SamplingParams = SamplingParams(temperature=0.0),  # noqa: B008 - frozen
+) -> Sequence:
+    """A sequence that ends at its length and nowhere else."""
+    return Sequence(
+        request_id=f"bench-{row}",
+        choice=row,
+        prompt_ids=prompt_ids,
+        params=params,
+        seed=row,
+        max_tokens=max_tokens,
+        stop_token_ids=frozenset(),
+        eos_token_ids=frozenset(),
+        block_size=block_size,
+    )
+
+
+class Session:
+    """Sequences that decode together, from when each has its first token until `close`."""
+
+    def __init__(self, engine: Engine, sequences: list[Sequence]) -> None:
+        """Computes the prompts. The sequences are the engine's only ones."""
+        self._engine = engine
+        self._sequences = sequences
+        for sequence in sequences:
+            engine.add(sequence)
+        while not all(sequence.generated for sequence in sequences):
+            engine.step()
+
+    def decode(self, steps: int) -> list[float]:
+        """Seconds of each of the next `steps` steps, every one of which chooses a token for every sequence."""
+        seconds = []
+        for _ in range(steps):
+            started = perf_counter()
+            new = self._engine.step()
+            seconds.append(perf_counter() - started)
+            assert len(new) == len(self._sequences), "a step without all of its sequences"
+        return seconds
+
+    def choose_with(self, params: SamplingParams) -> None:
+        """How tokens are chosen from the next step on."""
+        for sequence in self._sequences:
+            sequence.params = params
+
+    def close(self) -> None:
+        for sequence in self._sequences:
+            self._engine.finish(sequence, "cancelled")
+
+
 def generate(engine: Engine, *, rows: int, prompt_tokens: int, generated: int, vocab_size: int, block_size: int) -> Run:
     """`rows` sequences with prompts of their own, together from the first step to the last."""
     sequences = [
-        Sequence(
-            request_id=f"bench-{row}",
-            choice=0,
-            prompt_ids=[(7 * row + 3 * position + 1) % vocab_size for position in range(prompt_tokens)],
-            params=SamplingParams(temperature=0.0),
-            seed=0,
+        new_sequence(
+            [(7 * row + 3 * position + 1) % vocab_size for position in range(prompt_tokens)],
+            row=row,
             max_tokens=generated,
-            stop_token_ids=frozenset(),
-            eos_token_ids=frozenset(),
             block_size=block_size,
         )
         for row in range(rows)

@@ -14,23 +14,25 @@ from time import perf_counter
 import torch
 
 from nanoserve import __version__
-from nanoserve.bench.client import settled_heap
+from nanoserve.bench.client import new_sequence, settled_heap
 from nanoserve.bench.flags import check_flags
-from nanoserve.bench.tables import Column, Record, Table, milliseconds, publish, thousands
+from nanoserve.bench.sampled_steps import decoded_steps, measure_sampling, sampling_table
+from nanoserve.bench.subject import kv_token_bytes
+from nanoserve.bench.tables import Column, Record, Table, milliseconds, percent, publish, thousands, whole
 from nanoserve.blocks import blocks_for
 from nanoserve.buckets import DecodeRow
 from nanoserve.build import Prepared, prepare
 from nanoserve.config import EngineConfig
+from nanoserve.errors import ConfigError
 from nanoserve.metrics import Metrics
-from nanoserve.models.config import load_config
-from nanoserve.probe import cores
-from nanoserve.request import SamplingParams
+from nanoserve.probe import cores, free_host_bytes
 from nanoserve.sequence import ChunkPlan, Sequence, StepPlan
-from nanoserve.source import resolve
 
 TOKEN = 5
 """Every prompt is this token: what a step computes does not depend on which."""
 BLOCK = EngineConfig().block_size
+MEMORY_SHARE = 0.75
+"""Of the free memory that K/V may take here: all of it is written to, and the weights need some too."""
 FILL = 0.01
 """What the K/V pool is filled with: pages that were never written to are no memory, and cost nothing to read."""
 
@@ -60,27 +62,82 @@ class Figure:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What is measured: (rows, context) of decode steps, tokens of prompts, rows that sample. `left_out` does not fit
+    into memory."""
+
+    decode: tuple[tuple[int, int], ...]
+    prefill: tuple[int, ...]
+    sampling: tuple[int, ...]
+    left_out: tuple[tuple[int, int], ...]
+    blocks: int
+    longest: int
+
+    @classmethod
+    def choose(cls, args: argparse.Namespace, block_bytes: int, free_bytes: int) -> Shapes:
+        """Raises ConfigError if nothing is left to measure."""
+        wanted = [(rows, context) for context in args.context for rows in args.rows]
+        most = int(free_bytes * MEMORY_SHARE) // block_bytes - 1
+        fits = [(rows, context) for rows, context in wanted if rows * blocks_for(context, BLOCK) <= most]
+        sampled = args.context[0] + decoded_steps(args.repeats) + 1 if args.sampling and args.context else 0
+        needs = [rows * blocks_for(context, BLOCK) for rows, context in fits]
+        needs += [blocks_for(tokens, BLOCK) for tokens in args.prefill]
+        needs += [rows * blocks_for(sampled, BLOCK) for rows in args.sampling]
+        if not fits and not args.prefill:
+            raise ConfigError(
+                f"{free_bytes / 1e9:.1f} GB are free, too little for the K/V of any --rows at any --context, and "
+                "--prefill names nothing; lower the first two"
+            )
+        return cls(
+            decode=tuple(fits),
+            prefill=tuple(args.prefill),
+            sampling=tuple(args.sampling) if sampled else (),
+            left_out=tuple(shape for shape in wanted if shape not in fits),
+            blocks=max(needs),
+            longest=max([context for _, context in fits] + list(args.prefill) + [sampled]),
+        )
+
+
 def run(args: argparse.Namespace) -> int:
     check_flags(args)
-    prepared = prepare(_config(args), Metrics(__version__), lambda progress: None)
-    cache = prepared.engine.runner.cache
-    cache.poison(FILL)
-    bandwidth = memory_bandwidth(args.threads or cores())
+    config = EngineConfig(model=args.model, kernels=args.kernels, threads=args.threads, warmup_seconds=0.0)
+    token_bytes = kv_token_bytes(config)
+    shapes = Shapes.choose(args, BLOCK * token_bytes, free_host_bytes())
+    sequences = max([*args.rows, *shapes.sampling])
+    config = replace(
+        config,
+        max_model_len=shapes.longest,
+        max_sequences=sequences,
+        max_step_rows=max(args.max_step_rows, sequences),
+        # Just what the widest step reads, since all of it is filled.
+        kv_memory_bytes=(shapes.blocks + 1) * BLOCK * token_bytes,
+    )
+    prepared = prepare(config, Metrics(__version__), lambda progress: None)
+    prepared.engine.runner.cache.poison(FILL)
+    threads = args.threads or cores()
+    bandwidth = memory_bandwidth(threads)
     with settled_heap():
-        shapes = [(rows, context) for context in args.context for rows in args.rows]
-        decodes = [measure_decode(prepared, rows, context, args.repeats) for rows, context in shapes]
-        prefills = [measure_prefill(prepared, tokens, args.repeats) for tokens in args.prefill]
+        pairs = [measure_sampling(prepared, rows, args.context[0], args.repeats) for rows in shapes.sampling]
+        decodes = [measure_decode(prepared, rows, context, args.repeats) for rows, context in shapes.decode]
+        prefills = [measure_prefill(prepared, tokens, args.repeats) for tokens in shapes.prefill]
     about = f"medians of {args.repeats}; memory reads {bandwidth / 1e9:.1f} GB/s"
     summary = {
         "model": args.model,
         "kernels": prepared.choices.kernels,
-        "threads": args.threads or cores(),
+        "threads": threads,
         "bandwidth_bytes_per_second": bandwidth,
         "weight_bytes": prepared.weight_bytes,
+        "left_out": shapes.left_out,
         "torch": torch.__version__,
     }
-    heading = f"{args.model} on {prepared.choices.kernels} kernels, {summary['threads']} threads"
-    tables = [_table("decode", decodes, bandwidth, about), _table("prefill", prefills, bandwidth, about)]
+    heading = f"{args.model} on {prepared.choices.kernels} kernels, {threads} threads"
+    notes = tuple(
+        f"{rows} rows at {context:,} left out: {rows * context * token_bytes / 1e9:.1f} GB of K/V do not fit"
+        for rows, context in shapes.left_out
+    )
+    tables = [_table("decode", decodes, bandwidth, about, notes), _table("prefill", prefills, bandwidth, about)]
+    tables.append(sampling_table(pairs))
     publish("engine", heading, [table for table in tables if table.records], summary, csv_folder=args.csv, picture=None)
     return 0
 
@@ -150,46 +207,18 @@ def _timed(prepared: Prepared, plans: list[StepPlan], repeats: int) -> list[floa
 
 
 def _sequence(tokens: int, block_size: int, *, choice: int = 0) -> Sequence:
-    return Sequence(
-        request_id="bench",
-        choice=choice,
-        prompt_ids=[TOKEN] * tokens,
-        params=SamplingParams(temperature=0.0),
-        seed=0,
-        max_tokens=1,
-        stop_token_ids=frozenset(),
-        eos_token_ids=frozenset(),
-        block_size=block_size,
-    )
+    return new_sequence([TOKEN] * tokens, row=choice, max_tokens=1, block_size=block_size)
 
 
-def _config(args: argparse.Namespace) -> EngineConfig:
-    """A pool of just what the widest step reads, since all of it is filled."""
-    longest, rows = max([*args.context, *args.prefill]), max(args.rows)
-    model = load_config(resolve(args.model))
-    blocks = max(rows * blocks_for(max(args.context), BLOCK), blocks_for(longest, BLOCK)) + 1
-    token_bytes = model.kv_bytes_per_token(4 if args.kernels == "reference" else 2)
-    return EngineConfig(
-        model=args.model,
-        kernels=args.kernels,
-        threads=args.threads,
-        max_model_len=longest,
-        max_sequences=rows,
-        kv_memory_bytes=blocks * BLOCK * token_bytes,
-        max_step_rows=max(args.max_step_rows, rows),
-        warmup_seconds=0.0,
-    )
-
-
-def _table(kind: str, figures: list[Figure], bandwidth: float, about: str) -> Table:
+def _table(kind: str, figures: list[Figure], bandwidth: float, about: str, notes: tuple[str, ...] = ()) -> Table:
     columns = (
         Column("kind", "step"),
         Column("rows", "rows"),
         Column("context", "tokens of context", thousands),
         Column("seconds", "step", milliseconds),
         Column("least_seconds", "least", milliseconds),
-        Column("tokens_per_second", "tokens/s", lambda value: f"{value:,.0f}"),
+        Column("tokens_per_second", "tokens/s", whole),
         Column("megabytes", "reads", lambda value: f"{value:,.0f} MB"),
-        Column("bandwidth_share", "of the bandwidth", lambda value: f"{value:.0%}"),
+        Column("bandwidth_share", "of the bandwidth", percent),
     )
-    return Table(kind, kind.capitalize(), about, columns, [figure.record(bandwidth) for figure in figures])
+    return Table(kind, kind.capitalize(), about, columns, [figure.record(bandwidth) for figure in figures], notes)

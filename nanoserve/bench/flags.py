@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import get_args
 
 from nanoserve.config import EngineConfig, GraphBackend, Kernels, Quantise, QuantiseHead
 from nanoserve.errors import ConfigError
+
+LOCAL = "http://127.0.0.1:8000"
+PEERS = ("openvino-genai", "llama-cpp-python")
 
 
 def add_warm_flags(parser: argparse.ArgumentParser) -> None:
@@ -58,9 +62,17 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, help="compute threads (default: one per core)")
     add = parser.add_argument_group("what is measured").add_argument
     add("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N", help="sequences that decode")
-    add("--context", type=int, nargs="+", default=[192, 1024], metavar="N", help="tokens of each")
-    add("--prefill", type=int, nargs="+", default=[128, 512, 2048], metavar="N", help="tokens of a prompt")
+    add("--context", type=int, nargs="*", default=[192, 1024, 4096], metavar="N", help="tokens of each")
+    add("--prefill", type=int, nargs="*", default=[128, 512, 2048], metavar="N", help="tokens of a prompt")
     add("--max-step-rows", type=int, default=512, help="prompt tokens of one step")
+    add(
+        "--sampling",
+        type=int,
+        nargs="*",
+        default=[],
+        metavar="N",
+        help="rows whose sampled steps are compared with greedy ones, in turn, at the first context",
+    )
     add("--repeats", type=int, default=15, help="steps of each kind; a figure is their median")
     add = parser.add_argument_group("output").add_argument
     add("--csv", type=Path, metavar="DIR", help="write the tables there, one file each")
@@ -97,19 +109,49 @@ def add_prefix_flags(parser: argparse.ArgumentParser) -> None:
     add("--csv", type=Path, metavar="DIR", help="write the table there")
 
 
+def add_peer_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("this engine").add_argument
+    add("--model", default=EngineConfig().model, help="folder, .gguf file, hub id or short name")
+    add("--kernels", default="auto", choices=get_args(Kernels), help="what computes")
+    add("--threads", type=int, help="compute threads of every engine (default: one per core)")
+    add = parser.add_argument_group("the other engines").add_argument
+    add("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="which; none: servers alone")
+    add("--peer-python", default=sys.executable, metavar="PATH", help="the interpreter that has them (default: this)")
+    add("--openvino-model", type=Path, metavar="PATH", help="GGUF file or OpenVINO folder")
+    add("--llama-model", type=Path, metavar="FILE.gguf", help="(default of both: the model's, made Q4_0 by llama.cpp)")
+    add = parser.add_argument_group("their work").add_argument
+    add("--rows", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="sequences that decode")
+    add("--context", type=int, nargs="*", default=[192], metavar="N", help="tokens of each, in the mean")
+    add("--prefill", type=int, nargs="*", default=[128, 512, 2048], metavar="N", help="tokens of a prompt")
+    add("--steps", type=int, default=16, help="decode steps of an engine before it is the next one's turn")
+    add("--repeats", type=int, default=5, help="turns of each engine; a figure is their median")
+    add = parser.add_argument_group("servers, which are running").add_argument
+    add("--server-url", metavar="URL", help="the other server, without /v1 (default: none is compared)")
+    add("--server-model", metavar="NAME", help="the name of its model, where it wants one")
+    add("--url", default=LOCAL, help="nanoserve's own")
+    _add_load_flags(parser)
+    add = parser.add_argument_group("output").add_argument
+    add("--csv", type=Path, metavar="DIR", help="write the tables there, one file each")
+
+
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the server").add_argument
-    add("--url", default="http://127.0.0.1:8000", help="its address, without /v1")
+    add("--url", default=LOCAL, help="its address, without /v1")
     add("--model", help="the model's name, where the server wants one")
     add("--api-key", metavar="KEY", help="its key, where it wants one")
+    _add_load_flags(parser)
+    add = parser.add_argument_group("output").add_argument
+    add("--csv", type=Path, metavar="DIR", help="write the table there")
+    add("--save-trace", type=Path, metavar="FILE", help="write what was sent when, for `nanoserve simulate --trace`")
+
+
+def _add_load_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the load").add_argument
     add("--streams", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="clients at once")
     add("--rounds", type=int, default=2, help="requests of each client, one after the other")
     add("--prompt-tokens", type=int, default=100, help="tokens of each prompt")
     add("--generated", type=int, default=128, metavar="N", help="tokens of each answer")
-    add = parser.add_argument_group("output").add_argument
-    add("--csv", type=Path, metavar="DIR", help="write the table there")
-    add("--save-trace", type=Path, metavar="FILE", help="write what was sent when, for `nanoserve simulate --trace`")
+    add("--prompt-ids", type=int, default=4096, metavar="N", help="prompts are drawn from the token ids below this")
 
 
 def add_start_flags(parser: argparse.ArgumentParser) -> None:

@@ -27,7 +27,7 @@ from nanoserve.memory import KVPoolPlan
 from nanoserve.metrics import Metrics
 from nanoserve.models.assembly import TorchWeights, expected_tensors, weight_kinds
 from nanoserve.models.assembly import assemble as assemble_weights
-from nanoserve.models.config import ModelConfig, RopeConfig, SamplingDefaults
+from nanoserve.models.config import ModelConfig, RopeConfig, SamplingDefaults, load_config
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.load import LoadedModel, load_model
 from nanoserve.models.rope import rope_tables
@@ -57,6 +57,13 @@ class SleepingBackend:
 
     def arena_bytes(self) -> int | None:
         return self._backend.arena_bytes()
+
+
+def kv_token_bytes(config: EngineConfig) -> int:
+    """Bytes of K and V that a token takes in the engine that `config` makes here, or more: what a measurement that has
+    to hold a given number of tokens sizes its pool by."""
+    model = load_config(resolve(config.model))
+    return model.kv_bytes_per_token(2 if choose(config, model).library is not None else 4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,5 +112,17 @@ def thousands(value: int) -> str:
     return f"{value:,}"
 
 
+def whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.2f} x"
+
+
 def _shown(column: Column, value: Any) -> str:
     return "-" if value is None else column.show(value)

@@ -97,25 +97,6 @@ def test_timeout_is_length_with_a_detail_when_the_request_times_out(server: Runn
     assert server.stream(CHAT, HELLO)[-1]["nanoserve"]["finish_detail"] == "timeout"
 
 
-# --- usage
-
-
-@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_usage": None}, "absent"])
-def test_stream_has_no_usage_when_it_is_not_asked_for(server: Running, options: Any) -> None:
-    body = HELLO if options == "absent" else HELLO | {"stream_options": options}
-    assert all("usage" not in chunk for chunk in server.stream(CHAT, body))
-
-
-@pytest.mark.parametrize(("n", "limit"), [(1, None), (2, None), (2, 3)])
-def test_stream_has_one_usage_chunk_last_when_asked_for(server: Running, n: int, limit: int | None) -> None:
-    body = HELLO | {"n": n, "max_tokens": limit}
-    chunks = server.stream(CHAT, body | {"stream_options": {"include_usage": True}})
-    assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"] == server.post(CHAT, body).json()["usage"]
-    assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks[:-1])
-    assert chunks[-2]["choices"][0]["finish_reason"] is not None
-
-
 # --- choices and prompts
 
 
