@@ -42,7 +42,7 @@ def test_openai_client_streams_paris_when_flags_are_the_defaults(server: Served)
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none") as client:
         stream = client.chat.completions.create(
             model="smollm2-135m",
-            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            messages=[{"role": "user", "content": "Name the capital of France."}],
             temperature=0,
             stream=True,
         )

@@ -24,7 +24,7 @@ from tests.serving import SERVE, Served, free_port, served
 
 pytestmark = pytest.mark.model
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 REFERENCE = ("--kernels", "reference")
