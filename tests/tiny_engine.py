@@ -41,6 +41,7 @@ def tiny_config(folder: Path, *, blocks: int = 64, **fields: Any) -> EngineConfi
 
 EAGER = {"capture_decode": False}
 UNPADDED = {"capture_decode": False, "bucket_decode": False}
+NATIVE = {"kernels": "native", "attention_read": "auto"}
 BARE = {"capture_decode": False, "bucket_decode": False, "persist_inputs": False, "prefix_cache": False}
 
 
