@@ -155,7 +155,7 @@ def _attention(r: Any, rows: int) -> Iterator[Extent]:
         first = max(0, lens - r.window) if r.window else 0
         start = first // ROWS * ROWS
         seen |= {slot // ROWS for slot in integers(at, lens)[start::ROWS]}
-        yield Extent(at + start * 8, (lens - start) * 8, base=r.table)
+        yield Extent(at, lens * 8, base=r.table)  # a window leaves out K/V, not what the table says of its own row
     yield from _blocks(r, seen)
     yield Extent(r.plan, plan_bytes(rows), SCRATCH)
     splits = -(-max(integers(r.context_lens, rows)) // lib.SPLIT)
