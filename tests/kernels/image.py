@@ -18,6 +18,8 @@ from typing import Any
 from nanoserve.kernels import native_lib as lib
 from nanoserve.kernels.native_lib import GROUP, LANES, QGROUP_BYTES, ROWS, Kind, Op
 
+COUNTS_BYTES, PENALTIES_BYTES = 24, 12
+"""ns_history_counts, ns_penalties."""
 READ, SCRATCH = 0, 1
 """Scratch: depends on the number of threads, so a replay's end is compared without it, and it comes uninitialised."""
 
@@ -189,11 +191,59 @@ def _remember(r: Any, rows: int) -> Iterator[Extent]:
     yield from entries(r.last_tokens, [integers(r.table_rows + 8 * row, 1)[0] for row in chosen])
 
 
+def _of_table_rows(r: Any, chosen: Sequence[int], **sizes: int) -> Iterator[Extent]:
+    """What the records of a full head take of a history, by the name of the field: so many bytes a table row."""
+    for row in {integers(r.table_rows + 8 * row, 1)[0] for row in chosen}:
+        for name, size in sizes.items():
+            yield Extent(getattr(r, name) + row * size, size, base=getattr(r, name))
+
+
+def _adjust(r: Any, rows: int) -> Iterator[Extent]:
+    chosen = integers(r.index, rows) or list(range(rows))
+    yield from lines(r.logits, rows, r.vocab, r.vocab)
+    yield from lines(r.out, rows, r.vocab, r.vocab)
+    yield from lines(r.index, rows, 1, 1, 8)
+    yield from entries(r.table_rows, chosen)
+    yield from entries(r.positions, chosen)
+    yield from _of_table_rows(r, chosen, counts=COUNTS_BYTES, penalties=PENALTIES_BYTES, tokens=4 * r.tokens_ld)
+    yield from _of_table_rows(r, chosen, bias_ids=4 * r.bias_ld, bias_values=4 * r.bias_ld)
+
+
+def _logprobs(r: Any, rows: int) -> Iterator[Extent]:
+    chosen = integers(r.index, rows) or list(range(rows))
+    yield from lines(r.logits, rows, r.vocab, r.vocab)
+    yield from lines(r.tokens, rows, 1, 1, 8)
+    yield from lines(r.index, rows, 1, 1, 8)
+    yield from entries(r.table_rows, chosen)
+    yield from _of_table_rows(r, chosen, counts=COUNTS_BYTES)
+    yield from lines(r.chosen, rows, 1, 1)
+    for each in (r.top_ids, r.top):
+        yield from lines(each, rows, r.top_ld, r.top_ld)
+
+
+def _append(r: Any, rows: int) -> Iterator[Extent]:
+    chosen = integers(r.index, rows) or list(range(rows))
+    yield from lines(r.chosen, rows, 1, 1, 8)
+    yield from lines(r.index, rows, 1, 1, 8)
+    yield from entries(r.table_rows, chosen)
+    yield from entries(r.positions, chosen)
+    for row in chosen:
+        (table_row,), (position,) = integers(r.table_rows + 8 * row, 1), integers(r.positions + 8 * row, 1)
+        if position < r.tokens_ld:
+            yield Extent(r.tokens + 4 * (table_row * r.tokens_ld + position), 4, base=r.tokens)
+
+
+def _copy(r: Any, rows: int) -> Iterator[Extent]:
+    yield Extent(r.source, r.bytes)
+    yield Extent(r.target, r.bytes)
+
+
 OPERANDS: dict[Op, tuple[str, Callable[[Any, int], Iterator[Extent]]]] = {
     Op.PLAN: ("plan", _plan), Op.EMBED: ("embed", _embed), Op.NORM: ("norm", _norm), Op.QUANT: ("quant", _quant),
     Op.LINEAR: ("linear", _linear), Op.GATE: ("gate", _gate), Op.ROPE: ("rope", _rope),
     Op.ATTENTION: ("attention", _attention), Op.GATHER: ("gather", _gather), Op.SAMPLE: ("sample", _sample),
-    Op.REMEMBER: ("remember", _remember),
+    Op.REMEMBER: ("remember", _remember), Op.ADJUST: ("adjust", _adjust), Op.LOGPROBS: ("logprobs", _logprobs),
+    Op.APPEND: ("append", _append), Op.COPY: ("copy", _copy),
 }  # fmt: skip
 """Of every op: the union member that holds its record, and what it may touch."""
 
@@ -294,12 +344,12 @@ class CameraPool:
         self._scratch_bytes = max(self._scratch_bytes, scratch_bytes)
         self._pool.reserve(scratch_bytes)
 
-    def launch(self, launch: lib.Launch, notify_fd: int = -1) -> None:
+    def launch(self, launch: lib.Launch, notify_fd: int = -1, *, held: bool = False) -> None:
         image = Image.take(launch, self._scratch_bytes)
         image.shown = self._look(image)
         if image.shown - set().union(*(each.shown for each in self._images)) or not image.shown:
             self._images.append(image)
-        self._pool.launch(launch, notify_fd)
+        self._pool.launch(launch, notify_fd, held=held)
 
     def wait(self) -> None:
         self._pool.wait()

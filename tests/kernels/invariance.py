@@ -32,7 +32,7 @@ Answer = list[tuple[int, str]]
 
 @dataclass(frozen=True)
 class Case:
-    """How requests are served: beside how many others, prompt tokens a step, and so on."""
+    """How requests are served: beside how many others, prompt tokens a step (beside a full batch), and so on."""
 
     neighbours: int = 0
     chunk: int = 512
@@ -73,7 +73,7 @@ class Served:
     def __init__(self, path: Path, case: Case) -> None:
         config = EngineConfig(
             model=str(path), device="cpu", kernels="native", max_model_len=512, max_sequences=case.neighbours + 1,
-            prefill_tokens=case.chunk, threads=case.threads, warmup_seconds=None if case.warmed else 0.0,
+            max_step_rows=case.chunk + case.neighbours, threads=case.threads, warmup_seconds=None if case.warmed else 0.0,
             self_test_seconds=0.0,
         )  # fmt: skip
         self.case = case

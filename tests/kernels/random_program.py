@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoserve.kernels.native_ops import Recorder, new_kv_store
+from nanoserve.history import HistoryTable
+from nanoserve.kernels.native_head import HeadRecorder
+from nanoserve.kernels.native_ops import new_kv_store
 from nanoserve.kernels.native_pack import NATIVE_TYPES, PackedMatrix, StackedMatrix, pack_dense, stack
-from nanoserve.ops import SamplingWindow, StepWindow
+from nanoserve.ops import HistoryWindow, SamplingWindow, StepWindow
+from nanoserve.request import SamplingParams
 from tests.kernels.native import Harness, plain_step
 from tests.kernels.test_native_ops import quantised
 from tests.kernels.test_native_pack import SIZES
@@ -31,11 +34,12 @@ def random_program(library: Any, rng: random.Random) -> None:
         rng.choice((256, 32 * rng.randint(1, 4), 16, rng.randint(1, 70))),
     )
     step, width, table = random_step(rng, rows, vocab)
+    history = random_history(rng, len(step.last_tokens), vocab)
 
     def vector(n: int) -> Tensor | None:
         return torch.randn(n) if rng.random() < 0.5 else None
 
-    def record(ops: Recorder) -> Tensor:
+    def record(ops: HeadRecorder) -> Tensor:
         residual = ops.embed(_table(rng, vocab, hidden), step)
         x = ops.rms_norm(residual, torch.randn(hidden), 1e-5)
         qkv_size = (heads + 2 * kv_heads) * head_dim
@@ -51,14 +55,18 @@ def random_program(library: Any, rng: random.Random) -> None:
             ops.linear(x, _matrix(rng, hidden, heads * head_dim)), residual, torch.randn(hidden), 1e-5
         )
         both = ops.linear(x, _matrix(rng, 2 * inner, hidden), vector(2 * inner))
-        if rng.random() < 0.3:
+        if rng.random() < 0.5:
             ops.gather_rows(both, torch.arange(rows))  # read once more, so the gate is an op of its own
         x = ops.silu_mul(both) if rng.random() < 0.5 else ops.gelu_mul(both)
         x = ops.linear(x, _matrix(rng, hidden, inner))
         index = torch.tensor([rng.randrange(rows) for _ in range(rows)])
         logits = ops.logits(ops.gather_rows(x, index), _matrix(rng, vocab, hidden))
-        tokens = ops.sample(logits, random_sampling(rng, rows), step.context_lens, index)
+        adjusted = ops.adjust_logits(logits, history, step, index)
+        tokens = ops.sample(adjusted, random_sampling(rng, rows), step.context_lens, index)
         ops.remember(step.last_tokens, step.table_rows, tokens, torch.arange(rows))
+        ops.append_tokens(history, tokens, step, index)
+        ops.logprobs(logits, tokens, history, step, index)
+        ops.copy(torch.arange(9), torch.zeros(9, dtype=torch.int64))
         return tokens
 
     live = rng.choice((rows, rng.randint(0, rows)))
@@ -89,6 +97,19 @@ def random_step(rng: random.Random, rows: int, vocab: int) -> tuple[StepWindow, 
     return step, width, table
 
 
+def random_history(rng: random.Random, rows: int, vocab: int) -> HistoryWindow:
+    table = HistoryTable(rows, rng.randint(1, 300), torch.device("cpu"))
+    for row in range(rows):
+        params = SamplingParams(
+            repetition_penalty=rng.choice((1.0, 1.3)), presence_penalty=rng.choice((0.0, -1.0)),
+            frequency_penalty=rng.choice((0.0, 0.7)), logprobs=rng.choice((None, 0, 3, 20)),
+            logit_bias=tuple((rng.randrange(vocab), 1.0) for _ in range(rng.randint(0, 4))),
+        )  # fmt: skip
+        known = [rng.randrange(vocab) for _ in range(rng.randint(1, table.window.tokens.shape[1]))]
+        table.write(row, known, rng.randint(1, len(known)), params)
+    return table.window
+
+
 def random_sampling(rng: random.Random, rows: int) -> SamplingWindow:
     def floats(*choices: float) -> Tensor:
         return torch.tensor([rng.choice(choices) for _ in range(rows)], dtype=torch.float32)
@@ -106,17 +127,23 @@ def random_sampling(rng: random.Random, rows: int) -> SamplingWindow:
     )
 
 
+def _kind(rng: random.Random, cols: int) -> str:
+    """A kind whose blocks fit; one with the largest blocks that do, as often as not."""
+    fitting = [name for name in MATRICES if name in DENSE or cols % max(SIZES[name][0], 32) == 0]
+    largest = max(SIZES[name][0] if name not in DENSE else 1 for name in fitting)
+    rarest = [name for name in fitting if name not in DENSE and SIZES[name][0] == largest]
+    return rng.choice(rarest if rarest and rng.random() < 0.5 else fitting)
+
+
 def _table(rng: random.Random, rows: int, cols: int) -> PackedMatrix | Tensor:
-    name = rng.choice(MATRICES)
-    if name in DENSE or cols % max(SIZES[name][0], 32):
-        return torch.randn(rows, cols).to(DENSE.get(name, torch.float32))
-    return quantised(name, rows, cols)
+    name = _kind(rng, cols)
+    return torch.randn(rows, cols).to(DENSE[name]) if name in DENSE else quantised(name, rows, cols)
 
 
 def _matrix(rng: random.Random, rows: int, cols: int) -> PackedMatrix:
-    name = rng.choice(MATRICES)
-    if name in DENSE or cols % max(SIZES[name][0], 32):
-        return pack_dense((torch.randn(rows, cols) * cols**-0.5).to(DENSE.get(name, rng.choice([*DENSE.values()]))))
+    name = _kind(rng, cols)
+    if name in DENSE:
+        return pack_dense((torch.randn(rows, cols) * cols**-0.5).to(DENSE[name]))
     return quantised(name, rows, cols)
 
 
