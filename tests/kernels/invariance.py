@@ -73,8 +73,8 @@ class Served:
     def __init__(self, path: Path, case: Case) -> None:
         config = EngineConfig(
             model=str(path), device="cpu", kernels="native", max_model_len=512, max_sequences=case.neighbours + 1,
-            max_step_rows=case.chunk + case.neighbours, threads=case.threads, warmup_seconds=None if case.warmed else 0.0,
-            self_test_seconds=0.0,
+            max_step_rows=case.chunk + case.neighbours, threads=case.threads, self_test_seconds=0.0,
+            warmup_seconds=None if case.warmed else 0.0,
         )  # fmt: skip
         self.case = case
         self.booted = build_engine(config, Metrics("test"), _ignore, bar=False)
