@@ -74,7 +74,7 @@ class Served:
         config = EngineConfig(
             model=str(path), device="cpu", kernels="native", max_model_len=512, max_sequences=case.neighbours + 1,
             max_step_rows=case.chunk + case.neighbours, threads=case.threads, self_test_seconds=0.0,
-            warmup_seconds=None if case.warmed else 0.0,
+            warmup_seconds=None if case.warmed else 0.0, prefill_gap_seconds=float("inf"),
         )  # fmt: skip
         self.case = case
         self.booted = build_engine(config, Metrics("test"), _ignore, bar=False)
@@ -117,7 +117,7 @@ class Served:
                 self.preempted |= due
                 self.engine.abandon()
                 return []
-        self.most_running = max(self.most_running, len(plan.decode))
+        self.most_running = max(self.most_running, self.engine.scheduler.running)
         outcome = self.engine.launch(plan)
         self.engine.commit(plan, outcome)
         return [
