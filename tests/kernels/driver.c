@@ -143,7 +143,7 @@ static int64_t digest(const image *i)
 static int launch(ns_pool *pool, const ns_record *records, int64_t count)
 {
     const ns_segment segment = {records, count};
-    return ns_pool_launch(pool, &segment, 1, -1, 0) || ns_pool_wait(pool);
+    return ns_pool_launch(pool, &segment, 1, -1) || ns_pool_wait(pool);
 }
 
 static int replay(image *i, ns_pool *pool, int whole)

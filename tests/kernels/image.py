@@ -344,12 +344,12 @@ class CameraPool:
         self._scratch_bytes = max(self._scratch_bytes, scratch_bytes)
         self._pool.reserve(scratch_bytes)
 
-    def launch(self, launch: lib.Launch, notify_fd: int = -1, *, held: bool = False) -> None:
+    def launch(self, launch: lib.Launch, notify_fd: int = -1) -> None:
         image = Image.take(launch, self._scratch_bytes)
         image.shown = self._look(image)
         if image.shown - set().union(*(each.shown for each in self._images)) or not image.shown:
             self._images.append(image)
-        self._pool.launch(launch, notify_fd, held=held)
+        self._pool.launch(launch, notify_fd)
 
     def wait(self) -> None:
         self._pool.wait()
