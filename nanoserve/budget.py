@@ -67,7 +67,7 @@ class StepBudget:
         if self.gap_seconds is None or not decode_rows or not costs.prefill_row:
             return room
         seconds = max(self.gap_seconds, costs.decode_seconds(decode_rows))
-        return max(1, min(room, int(seconds / costs.prefill_row)))
+        return max(1, int(min(room, seconds / costs.prefill_row)))
 
     def observe(self, decode_rows: int, prefill_rows: int, seconds: float) -> None:
         """A step of these rows took `seconds`."""

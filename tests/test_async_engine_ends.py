@@ -108,8 +108,8 @@ def test_timeout_ends_a_request_with_the_tokens_so_far(where: str) -> None:
 
 def test_timer_is_gone_when_a_request_ends_before_its_timeout() -> None:
     async def main() -> None:
-        async with serving(ScriptedRunner(seconds=0.005)) as (engine, _):
-            answer = await read(await engine.submit(ask("a", max_tokens=2, timeout=0.25)))
+        async with serving(ScriptedRunner(seconds=0.02)) as (engine, _):
+            answer = await read(await engine.submit(ask("a", max_tokens=2, timeout=1.0)))
             assert answer.finished.finish_reasons == ("length",)
             again = await engine.submit(ask("a", max_tokens=80))
             assert (await read(again)).finished.finish_reasons == ("length",), "the first one's timer must not fire"
@@ -147,7 +147,7 @@ def test_drain_ends_what_is_left_when_its_time_is_up(calls: list[float]) -> None
             streams = [await engine.submit(ask()) for _ in range(2)]
             started = time.monotonic()
             await asyncio.gather(*(engine.drain(seconds) for seconds in calls))
-            assert time.monotonic() - started < 3
+            assert time.monotonic() - started < 15, "far from the later deadline"
             answers = [await read(stream) for stream in streams]
             assert [answer.finished.finish_reasons for answer in answers] == [("draining",)] * 2
 

@@ -78,3 +78,4 @@ def test_one_slow_step_hardly_counts_when_something_else_took_the_machine() -> N
 def test_nothing_is_bounded_before_a_step_was_measured_or_without_a_bound() -> None:
     assert StepBudget(512, gap_seconds=0.0).prefill_rows(8) == 504
     assert learnt(Machine(0.001, 0.1), StepBudget(512)).prefill_rows(8) == 504
+    assert learnt(Machine(0.001, 0.1), StepBudget(512, gap_seconds=float("inf"))).prefill_rows(8) == 504

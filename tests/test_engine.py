@@ -16,7 +16,19 @@ import torch
 from nanoserve.request import SamplingParams
 from nanoserve.sequence import Sequence
 from tests.models.tiny import token_ids
-from tests.tiny_engine import BARE, EAGER, UNPADDED, Ask, TinyEngine, close, params_of, tokens_of
+from tests.tiny_engine import (
+    BARE,
+    BLOCK,
+    BYTES_PER_TOKEN,
+    EAGER,
+    NATIVE,
+    UNPADDED,
+    Ask,
+    TinyEngine,
+    close,
+    params_of,
+    tokens_of,
+)
 from tests.tiny_folder import write_served_model
 
 PLAIN = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=12)
@@ -209,11 +221,12 @@ def test_logits_are_the_same_to_the_bit_when_the_pool_was_full_of_nan(folder: Pa
 
 
 @pytest.mark.parametrize("live", [1, 3, 5, 6, 7])
-@pytest.mark.parametrize("capture", [True, False], ids=["recorded", "eager"])
+@pytest.mark.parametrize("fields", [{}, EAGER, NATIVE], ids=["recorded", "eager", "native"])
 def test_padding_changes_no_slot_when_live_rows_own_the_first_and_the_last_block(
-    folder: Path, live: int, capture: bool
+    folder: Path, live: int, fields: dict[str, Any]
 ) -> None:
-    engine = TinyEngine(folder, blocks=live + 2, capture_decode=capture)
+    token_bytes = BYTES_PER_TOKEN // 2 if fields is NATIVE else BYTES_PER_TOKEN  # K/V is bf16 natively
+    engine = TinyEngine(folder, kv_memory_bytes=(live + 2 + 1) * BLOCK * token_bytes, **fields)
     cache, sink = engine.runner.cache, engine.runner.slots.sink_slot
     sequences: list[Sequence] = []
     for row in range(live):  # the first takes three blocks, so together they own the pool

@@ -109,18 +109,18 @@ def test_nothing_is_raised_when_the_waiter_or_the_loop_is_gone() -> None:
         thread.stop()
 
     run(main())
-    assert done.wait(5)
+    assert done.wait(30)
 
 
 def test_loop_keeps_turning_when_a_job_computes() -> None:
     async def main() -> None:
         thread = EngineThread()
-        job = thread.submit(time.sleep, 0.3)
-        turns = 0
-        while not job.done():
-            await asyncio.sleep(0.01)
-            turns += 1
-        assert turns > 5
+        turned = threading.Event()
+        job = thread.submit(turned.wait, 30)
+        for _ in range(5):
+            await asyncio.sleep(0.001)
+        turned.set()
+        assert await job, "the loop turned while the job waited for it"
         thread.stop()
 
     run(main())

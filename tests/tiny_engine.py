@@ -30,6 +30,7 @@ def tiny_config(folder: Path, *, blocks: int = 64, **fields: Any) -> EngineConfi
         "block_size": BLOCK,
         "width_multiple": 32,
         "max_step_rows": 64,
+        "prefill_gap_seconds": float("inf"),  # chunks are cut by the clock otherwise
         "kv_memory_bytes": (blocks + 1) * BLOCK * BYTES_PER_TOKEN,
         "kernels": "reference",
         "warmup_seconds": 0.0,
@@ -41,6 +42,7 @@ def tiny_config(folder: Path, *, blocks: int = 64, **fields: Any) -> EngineConfi
 
 EAGER = {"capture_decode": False}
 UNPADDED = {"capture_decode": False, "bucket_decode": False}
+NATIVE = {"kernels": "native", "attention_read": "auto"}
 BARE = {"capture_decode": False, "bucket_decode": False, "persist_inputs": False, "prefix_cache": False}
 
 

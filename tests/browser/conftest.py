@@ -30,7 +30,7 @@ def scripted(*flags: str, port: int | None = None) -> AbstractContextManager[Ser
     return served(*flags, command=SCRIPTED, port=port, ready="/livez")
 
 
-def until(check: Callable[[], Any], what: str, seconds: float = 10.0) -> Any:
+def until(check: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
     """The first true result of `check`, asked every 30 ms."""
     deadline = time.monotonic() + seconds
     while not (result := check()):

@@ -32,7 +32,7 @@ def test_real_model_answers_in_the_page_when_asked(
     chat.tab.locator("[name=temperature]").fill("0")
     chat.tab.locator("#settings-toggle").click()
 
-    chat.ask("What is the capital of France?")
+    chat.ask("Name the capital of France.")
     until(lambda: "Paris" in chat.text(), "the answer names Paris", 30)
     chat.wait_state("done", seconds=30)
     assert re.match(r"complete\s+\d+ tokens\s+[\d.]+ tok/s\s+first token .*graphs \d+/\d+", chat.footer(), re.DOTALL)

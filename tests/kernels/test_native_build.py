@@ -76,6 +76,14 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@pytest.mark.parametrize("isa", native_build.ISAS)
+def test_every_instruction_set_compiles_whether_or_not_this_cpu_has_it(isa: str) -> None:
+    if native_build.platform.machine() not in ("x86_64", "AMD64") and isa != "generic":
+        pytest.skip(f"{isa} is an x86-64 instruction set")
+    with native_build.built(isa) as path:
+        assert path.is_file()
+
+
 def test_two_processes_that_race_both_load_a_whole_library(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from nanoserve.kernels import native_lib;"

@@ -12,10 +12,8 @@ import pytest
 from nanoserve.errors import ConfigError
 from nanoserve.request import SamplingParams
 from tests.test_engine import crowd, family, ids
-from tests.tiny_engine import Ask, TinyEngine, params_of, tokens_of
+from tests.tiny_engine import NATIVE, Ask, TinyEngine, params_of, tokens_of
 from tests.tiny_folder import write_served_model
-
-NATIVE: dict[str, Any] = {"kernels": "native", "attention_read": "auto", "max_sequences": 8}
 
 
 @pytest.fixture(scope="module")

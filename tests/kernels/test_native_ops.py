@@ -55,23 +55,39 @@ def test_rms_norm_is_torchs(harness: Harness, rows: int, cols: int, residual: bo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_embedding_reads_the_newest_token_where_the_id_is_negative(harness: Harness, dtype: torch.dtype) -> None:
-    table = torch.randn(9, 37).to(dtype)
-    step = plain_step(3)
-    step.input_ids.copy_(torch.tensor([4, -1, 0]))
-    step.table_rows.copy_(torch.tensor([0, 2, 1]))
-    step.last_tokens.copy_(torch.tensor([1, 2, 8, 3, 0]))
+@few
+@given(rows=st.integers(1, 40), vocab=st.integers(1, 50), cols=st.integers(1, 90), seed=st.integers(0, 99))
+def test_embedding_reads_the_newest_token_where_the_id_is_negative(
+    harness: Harness, dtype: torch.dtype, rows: int, vocab: int, cols: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    table, step = torch.randn(vocab, cols).to(dtype), plain_step(rows)
+    step.input_ids.copy_(torch.randint(-1, vocab, (rows,), generator=generator))
+    step.table_rows.copy_(torch.randint(0, 5, (rows,), generator=generator))
+    step.last_tokens.copy_(torch.randint(0, vocab, (5,), generator=generator))
     (out,) = harness.run(lambda r: r.embed(table, step))
-    assert torch.equal(out, table[[4, 8, 0]].float())
+    ids = torch.where(step.input_ids < 0, step.last_tokens[step.table_rows], step.input_ids)
+    assert torch.equal(out, table[ids].float())
 
 
 @pytest.mark.parametrize("name", NATIVE_TYPES)
-def test_embedding_of_a_packed_table_is_its_values(harness: Harness, name: str) -> None:
-    table = quantised(name, 40, 512)
-    step = plain_step(40)
-    step.input_ids.copy_(torch.randperm(40))
+@few
+@given(rows=st.integers(1, 40), vocab=st.integers(1, 50), groups=st.integers(1, 3), seed=st.integers(0, 99))
+def test_embedding_of_a_packed_table_is_its_values(
+    harness: Harness, name: str, rows: int, vocab: int, groups: int, seed: int
+) -> None:
+    table, step = quantised(name, vocab, groups * max(SIZES[name][0], 32), seed), plain_step(rows)
+    step.input_ids.copy_(torch.randint(0, vocab, (rows,), generator=torch.Generator().manual_seed(seed)))
     (out,) = harness.run(lambda r: r.embed(table, step))
     torch.testing.assert_close(out, unpack(table)[step.input_ids], rtol=1e-6, atol=1e-7)
+
+
+@few
+@given(rows=st.integers(1, 40), chosen=st.integers(1, 40), cols=st.integers(1, 200), seed=st.integers(0, 99))
+def test_gather_copies_the_rows_it_is_told(harness: Harness, rows: int, chosen: int, cols: int, seed: int) -> None:
+    x, index = torch.randn(rows, cols), torch.randint(0, rows, (chosen,), generator=torch.Generator().manual_seed(seed))
+    (out,) = harness.run(lambda r: r.gather_rows(feed(r, x), index))
+    assert torch.equal(out, x[index])
 
 
 @pytest.mark.parametrize("name", NATIVE_TYPES)
@@ -120,9 +136,10 @@ def test_matrices_of_one_kind_are_stacked_into_one() -> None:
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu"])
-@pytest.mark.parametrize("inner", [32, 48, 20])
-def test_a_gated_layer_is_the_gate_times_the_other_half(harness: Harness, gate: str, inner: int) -> None:
-    x, weight, after = torch.randn(19, 64) * 2, quantised("Q8_0", 2 * inner, 64), pack_dense(torch.randn(16, inner))
+@few
+@given(rows=st.integers(1, 40), inner=st.one_of(st.integers(1, 100), st.sampled_from([16, 32, 48, 64, 96])))
+def test_a_gated_layer_is_the_gate_times_the_other_half(harness: Harness, gate: str, rows: int, inner: int) -> None:
+    x, weight, after = torch.randn(rows, 64) * 2, quantised("Q8_0", 2 * inner, 64), pack_dense(torch.randn(16, inner))
 
     def record(recorder: Recorder) -> tuple[Tensor, ...]:
         both = recorder.linear(feed(recorder, x), weight)
@@ -133,7 +150,7 @@ def test_a_gated_layer_is_the_gate_times_the_other_half(harness: Harness, gate: 
     first, second = F.linear(as_int8(x), unpack(weight)).chunk(2, dim=-1)
     wanted = (F.silu(first) if gate == "silu" else F.gelu(first, approximate="tanh")) * second
     # Torch may round a tie of the int8 groups the other way: one quantum of one product.
-    torch.testing.assert_close(out, wanted, rtol=1e-3, atol=2e-3 * float(wanted.abs().max()))
+    torch.testing.assert_close(out, wanted, rtol=1e-3, atol=2e-2 * float(wanted.abs().max()))
     torch.testing.assert_close(product, F.linear(out, unpack(after)), rtol=1e-4, atol=1e-3)
 
 
@@ -151,15 +168,24 @@ def test_a_gate_over_something_already_read_is_an_op_of_its_own(harness: Harness
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("normed", [False, True])
-def test_rope_rotates_halves_and_writes_the_cache(harness: Harness, head_dim: int, normed: bool) -> None:
-    rows, heads, kv_heads = 5, 4, 2
+@few
+@given(
+    rows=st.integers(1, 40),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    normed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_rope_rotates_halves_and_writes_the_cache(
+    harness: Harness, head_dim: int, rows: int, kv_heads: int, group: int, normed: bool, seed: int
+) -> None:
+    generator, heads = torch.Generator().manual_seed(seed), kv_heads * group
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_dim)
     cos, sin = torch.randn(40, head_dim // 2), torch.randn(40, head_dim // 2)
     norms = [torch.rand(head_dim) + 0.5, torch.rand(head_dim) + 0.5] if normed else [None, None]
     step = plain_step(rows)
-    step.positions.copy_(torch.tensor([0, 39, 3, 3, 7]))
-    step.write_slots.copy_(torch.tensor([0, 47, 17, 16, 31]))
+    step.positions.copy_(torch.randint(0, 40, (rows,), generator=generator))
+    step.write_slots.copy_(torch.randperm(48, generator=generator)[:rows])
     store = new_kv_store(48, kv_heads, head_dim)
     (q,) = harness.run(
         lambda r: r.record_rope(

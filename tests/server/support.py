@@ -23,7 +23,7 @@ TEXT = "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
@@ -49,13 +49,13 @@ class Running:
         return f"ws://127.0.0.1:{self.port}/ws"
 
     def get(self, path: str, **options: Any) -> requests.Response:
-        return self.session.get(self.url + path, timeout=10, **options)
+        return self.session.get(self.url + path, timeout=30, **options)
 
     def post(self, path: str, body: Any, **options: Any) -> requests.Response:
-        return self.session.post(self.url + path, json=body, timeout=10, **options)
+        return self.session.post(self.url + path, json=body, timeout=30, **options)
 
     def post_raw(self, path: str, body: bytes, content_type: str = "application/json") -> requests.Response:
-        return self.session.post(self.url + path, data=body, headers={"content-type": content_type}, timeout=10)
+        return self.session.post(self.url + path, data=body, headers={"content-type": content_type}, timeout=30)
 
     def stream(self, path: str, body: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
         """The JSON payloads of a streamed answer; checks the framing and the single [DONE] at the end."""
@@ -65,7 +65,7 @@ class Running:
         return payloads(raw)
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
 
     def send_raw(self, path: str, body: dict[str, Any], headers: str = "") -> socket.socket:
         """A connection that has sent a whole POST and read nothing."""

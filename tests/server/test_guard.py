@@ -45,7 +45,7 @@ def test_every_route_but_health_and_the_page_needs_the_key(server: Running) -> N
     seen = set()
     for method, path in routes(server):
         for headers in ({}, bearer("wrong"), {"authorization": KEY.encode()}, {"authorization": b"Basic xyz"}):
-            response = requests.request(method, server.url + path, headers=headers, timeout=5)
+            response = requests.request(method, server.url + path, headers=headers, timeout=30)
             if path in server.app.open_paths:
                 assert response.status_code in (200, 304), path
             else:
@@ -182,12 +182,12 @@ def test_origin_equals_host_when_name_and_port_do(origin: str, host: str, same: 
 
 def test_preflight_is_answered_without_a_key_when_the_origin_is_allowed(server: Running) -> None:
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-foo"}
-    response = requests.options(server.url + CHAT, headers={"origin": ORIGIN, **asked}, timeout=5)
+    response = requests.options(server.url + CHAT, headers={"origin": ORIGIN, **asked}, timeout=30)
     assert response.status_code == 204
     assert response.headers["access-control-allow-origin"] == ORIGIN
     assert response.headers["access-control-allow-headers"] == "authorization,x-foo"
     assert "POST" in response.headers["access-control-allow-methods"]
-    foreign = requests.options(server.url + CHAT, headers={"origin": "https://evil.example", **asked}, timeout=5)
+    foreign = requests.options(server.url + CHAT, headers={"origin": "https://evil.example", **asked}, timeout=30)
     assert "access-control-allow-origin" not in foreign.headers
     assert "access-control-allow-methods" not in foreign.headers
 
@@ -199,7 +199,7 @@ def test_preflight_is_answered_without_a_key_when_the_origin_is_allowed(server: 
 def test_cors_headers_are_on_every_response_when_the_origin_is_allowed(
     server: Running, method: str, path: str, status: int
 ) -> None:
-    response = requests.request(method, server.url + path, headers={"origin": ORIGIN}, timeout=5)
+    response = requests.request(method, server.url + path, headers={"origin": ORIGIN}, timeout=30)
     assert response.status_code == status
     assert response.headers["access-control-allow-origin"] == ORIGIN
     assert "x-request-id" in response.headers["access-control-expose-headers"]
@@ -208,10 +208,10 @@ def test_cors_headers_are_on_every_response_when_the_origin_is_allowed(
 
 def test_cors_headers_are_on_413_and_500_when_the_origin_is_allowed(server: Running) -> None:
     headers = {"origin": ORIGIN, **bearer("other-key")}
-    big = requests.post(server.url + CHAT, json={"x": "y" * 20_000}, headers=headers, timeout=5)
+    big = requests.post(server.url + CHAT, json={"x": "y" * 20_000}, headers=headers, timeout=30)
     assert (big.status_code, error_of(big)["code"]) == (413, "body_too_large")
     server.engine.submit_error = RuntimeError("boom")
-    broken = requests.post(server.url + CHAT, json=HELLO, headers=headers, timeout=5)
+    broken = requests.post(server.url + CHAT, json=HELLO, headers=headers, timeout=30)
     assert (broken.status_code, error_of(broken)["code"]) == (500, "internal_error")
     assert {r.headers["access-control-allow-origin"] for r in (big, broken)} == {ORIGIN}
 
@@ -235,7 +235,7 @@ def test_no_cors_headers_are_sent_when_no_origin_is_allowed() -> None:
 
 def test_body_is_refused_when_a_chunked_one_exceeds_the_limit(server: Running) -> None:
     headers = {"content-type": "application/json", **bearer("other-key")}
-    response = requests.post(server.url + CHAT, data=(b" " * 1000 for _ in range(30)), headers=headers, timeout=5)
+    response = requests.post(server.url + CHAT, data=(b" " * 1000 for _ in range(30)), headers=headers, timeout=30)
     assert response.status_code == 413
     assert "the limit is 10,000" in error_of(response)["message"]
 
@@ -272,25 +272,25 @@ def test_body_is_taken_when_it_comes_in_more_chunks_than_headers_may_have_bytes(
         body = json.dumps({**HELLO, "user": "x" * 200_000}).encode()
         chunks = (body[i : i + 100] for i in range(0, len(body), 100))
         headers = {"content-type": "application/json"}
-        assert requests.post(server.url + CHAT, data=chunks, headers=headers, timeout=20).status_code == 200
+        assert requests.post(server.url + CHAT, data=chunks, headers=headers, timeout=30).status_code == 200
 
 
 def test_reply_names_the_limit_when_headers_are_a_little_too_large(server: Running) -> None:
-    response = requests.get(server.url + "/health", headers={"x-big": "y" * 66_000}, timeout=5)
+    response = requests.get(server.url + "/health", headers={"x-big": "y" * 66_000}, timeout=30)
     assert response.status_code == 431
     assert error_of(response)["code"] == "headers_too_large"
 
 
 @pytest.mark.parametrize(("method", "path", "allow"), [("GET", CHAT, "POST"), ("POST", "/health", "GET, HEAD")])
 def test_method_is_refused_naming_the_right_ones(server: Running, method: str, path: str, allow: str) -> None:
-    response = requests.request(method, server.url + path, headers=bearer("other-key"), timeout=5)
+    response = requests.request(method, server.url + path, headers=bearer("other-key"), timeout=30)
     assert response.status_code == 405
     assert response.headers["allow"] == allow
     assert allow in error_of(response)["message"]
 
 
 def test_unknown_route_is_a_404_naming_what_exists(server: Running) -> None:
-    response = requests.post(server.url + "/v1/embeddings", json={}, headers=bearer("other-key"), timeout=5)
+    response = requests.post(server.url + "/v1/embeddings", json={}, headers=bearer("other-key"), timeout=30)
     assert response.status_code == 404
     assert "POST /v1/chat/completions" in error_of(response)["message"]
 
@@ -311,7 +311,7 @@ def test_websocket_path_asks_for_the_upgrade_when_it_is_requested_plainly(server
 def test_key_never_appears_in_metrics_or_errors(server: Running) -> None:
     headers = bearer("other-key")
     for path in ("/metrics", "/metrics?format=prometheus", "/health", "/v1/nothing", "/openapi.json"):
-        assert "other-key" not in requests.get(server.url + path, headers=headers, timeout=5).text
+        assert "other-key" not in requests.get(server.url + path, headers=headers, timeout=30).text
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_steps_end_when_the_server_closes() -> None:
 
 
 def test_head_is_answered_at_once_when_the_route_streams(server: Running) -> None:
-    assert server.session.head(server.url + "/steps", timeout=5).status_code == 200
+    assert server.session.head(server.url + "/steps", timeout=30).status_code == 200
 
 
 # --- files
@@ -205,7 +205,7 @@ def test_openapi_describes_the_routes_and_limits_that_exist(server: Running) -> 
     document = server.get("/openapi.json").json()
     for path, operations in document["paths"].items():
         for method in operations:
-            status = server.session.request(method, server.url + path, timeout=5, stream=True)
+            status = server.session.request(method, server.url + path, timeout=30, stream=True)
             assert status.status_code != 405, path
             status.close()
     schemas = document["components"]["schemas"]

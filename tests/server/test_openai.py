@@ -12,7 +12,7 @@ from nanoserve.errors import ContextLengthExceeded, EngineFailed, QueueFull
 from nanoserve.request import ChatPrompt
 from server.schemas import LONG_BODY
 from tests.server.fake_engine import Script
-from tests.server.support import CHAT, HELLO, TEXT, Running, error_of, serving, wait_until
+from tests.server.support import CHAT, HELLO, TEXT, Running, error_of, serving
 
 ANSWER = "".join(Script().tokens)
 NO_REQUESTS = [b"", b"{", b"nonsense", b"[]", b"null", b'"x"', b"\xff", b"[" * 50_000, b'{"a":"\\ud800"}']
@@ -290,8 +290,8 @@ def test_body_is_refused_and_the_server_goes_on_when_it_is_no_request(server: Ru
 )
 def test_neighbour_is_undisturbed_when_a_bad_request_is_refused(server: Running, body: dict[str, Any]) -> None:
     server.engine.script = lambda request: Script(delay=0.01)
-    with server.session.post(server.url + CHAT, json=HELLO | {"stream": True}, stream=True, timeout=10) as neighbour:
-        response = server.session.post(server.url + TEXT, json=body, timeout=10)
+    with server.session.post(server.url + CHAT, json=HELLO | {"stream": True}, stream=True, timeout=30) as neighbour:
+        response = server.session.post(server.url + TEXT, json=body, timeout=30)
         assert response.status_code == 400
         assert "error" in response.json()
         lines = [json.loads(line[6:]) for line in neighbour.iter_lines() if line.startswith(b"data: {")]
@@ -359,10 +359,10 @@ def test_both_texts_reach_the_engine_when_content_is_parts(server: Running) -> N
 
 def test_headers_come_at_once_and_pings_follow_when_a_stream_waits_in_the_queue() -> None:
     with serving(ping_seconds=0.05) as server:
-        server.engine.script = lambda request: Script(tokens=("a",), queue_seconds=0.4)
+        server.engine.script = lambda request: Script(tokens=("a",), queue_seconds=2.0)
         with server.post(CHAT, HELLO | {"stream": True}, stream=True) as response:
             assert response.status_code == 200
-            wait_until(lambda: bool(server.engine.running), 0.2)
+            assert server.engine.running, "the headers did not wait for the first token"
             raw = response.content
         assert raw.startswith(b": ping\n\n")
         assert raw.endswith(b"data: [DONE]\n\n")

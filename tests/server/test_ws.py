@@ -29,7 +29,7 @@ class Socket:
         self.connection.send(json.dumps({"type": kind, **fields}))
 
     def receive(self) -> dict[str, Any]:
-        return dict(json.loads(self.connection.recv(timeout=5)))
+        return dict(json.loads(self.connection.recv(timeout=30)))
 
     def until(self, last: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
         frames = [self.receive()]
@@ -261,7 +261,7 @@ def test_message_over_the_limit_closes_the_socket_with_1009() -> None:
     with serving(max_message_bytes=1000) as server, opened(server) as socket:
         socket.connection.send("x" * 2000)
         with pytest.raises(ConnectionClosedError) as caught:
-            socket.connection.recv(timeout=5)
+            socket.connection.recv(timeout=30)
         assert caught.value.rcvd is not None
         assert caught.value.rcvd.code == 1009
 

@@ -15,6 +15,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 #ifdef __x86_64__
 #include <xmmintrin.h>
@@ -47,6 +48,8 @@ struct ns_pool {
     _Atomic uint32_t current; /* launches that are over: the one that runs, in the ring */
     int32_t segment;          /* the record to come, and where it lies */
     int64_t at;
+    int64_t started;      /* when the program that runs began: nanoseconds of a monotonic clock */
+    _Atomic int64_t took; /* how long the last one that is over ran */
     _Atomic int32_t stop;
     _Atomic int32_t open;    /* launches whose end has not been told */
     _Atomic int32_t running; /* records are left */
@@ -65,6 +68,13 @@ static void ns_default_rounding(void)
 #ifdef __x86_64__
     _mm_setcsr(0x1f80);
 #endif
+}
+
+static int64_t ns_now(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
 static void ns_open(ns_pool *pool, const ns_record *record, int64_t jobs, int64_t grain)
@@ -87,7 +97,10 @@ static int ns_finish(ns_pool *pool)
 {
     const int32_t fd = ns_current(pool)->notify_fd;
     int32_t last = 1;
+    const int64_t now = ns_now();
     int more = atomic_load(&pool->open) > 1;
+    atomic_store(&pool->took, now - pool->started);
+    pool->started = now; /* of the next one, if it has been launched */
     pool->segment = 0;
     pool->at = 0;
     atomic_fetch_add(&pool->current, 1);
@@ -242,6 +255,7 @@ int ns_pool_launch(ns_pool *pool, const ns_segment *segments, int32_t count, int
     launch->count = count;
     launch->notify_fd = notify_fd;
     if (atomic_fetch_add(&pool->open, 1)) return 0; /* who ends the one before begins this one */
+    pool->started = ns_now();
     atomic_store(&pool->running, 1);
     ns_open(pool, NULL, 1, 1);
     ns_word_bump(&pool->launch);
@@ -256,3 +270,5 @@ int ns_pool_wait(ns_pool *pool)
         ns_word_wait(&pool->done, done, 0);
     }
 }
+
+int64_t ns_pool_took(const ns_pool *pool) { return atomic_load(&pool->took); }

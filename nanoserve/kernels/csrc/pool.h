@@ -14,4 +14,7 @@ int ns_pool_reserve(ns_pool *pool, int64_t scratch_bytes);
 int ns_pool_launch(ns_pool *pool, const ns_segment *segments, int32_t count, int32_t notify_fd);
 int ns_pool_wait(ns_pool *pool);
 
+/* Nanoseconds that the last launch which is over ran. */
+int64_t ns_pool_took(const ns_pool *pool);
+
 #endif
