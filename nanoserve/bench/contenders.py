@@ -21,8 +21,7 @@ from nanoserve.bench.peer_worker import prompt_ids
 from nanoserve.bench.subject import kv_token_bytes
 from nanoserve.blocks import blocks_for
 from nanoserve.build import Prepared, prepare
-from nanoserve.choices import STEP_ROWS
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, choose_step_rows
 from nanoserve.errors import ConfigError
 from nanoserve.gguf_file import read_gguf
 from nanoserve.metrics import Metrics
@@ -254,7 +253,7 @@ def steps_ahead(rows: int, prompt_tokens: int, step_rows: int) -> int:
 def engine_config(model: str, kernels: Any, threads: int | None, *, sequences: int, tokens: int) -> EngineConfig:
     """An engine with room for `sequences` of `tokens` each, and what they decode beside each other's prompts, that
     records what it meets."""
-    step_rows = max(STEP_ROWS, 2 * sequences)
+    step_rows = choose_step_rows(None, sequences)
     tokens += steps_ahead(sequences, tokens, step_rows)
     config = EngineConfig(
         model=model,
