@@ -151,13 +151,16 @@ def _attention(r: Any, rows: int) -> Iterator[Extent]:
     yield from lines(r.q, rows, r.q_ld, width)
     yield from lines(r.table_rows, rows, 1, 1, 8)
     yield from lines(r.context_lens, rows, 1, 1, 8)
-    seen: set[int] = set()
+    # A group of rows reads what lies between its first key and its last, whichever row's window that is in.
+    spans: dict[int, tuple[int, int]] = {}
     for table_row, lens in zip(integers(r.table_rows, rows), integers(r.context_lens, rows), strict=True):
+        first, last = spans.get(table_row, (lens, 0))
+        spans[table_row] = min(first, max(0, lens - r.window) if r.window else 0), max(last, lens)
+    seen: set[int] = set()
+    for table_row, (first, last) in spans.items():
         at = r.table + table_row * r.table_ld * 8
-        first = max(0, lens - r.window) if r.window else 0
-        start = first // ROWS * ROWS
-        seen |= {slot // ROWS for slot in integers(at, lens)[start::ROWS]}
-        yield Extent(at, lens * 8, base=r.table)  # a window leaves out K/V, not what the table says of its own row
+        seen |= {slot // ROWS for slot in integers(at, last)[first // ROWS * ROWS :: ROWS]}
+        yield Extent(at, last * 8, base=r.table)
     yield from _blocks(r, seen)
     yield Extent(r.plan, plan_bytes(rows), SCRATCH)
     splits = -(-max(integers(r.context_lens, rows)) // lib.SPLIT)

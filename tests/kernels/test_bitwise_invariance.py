@@ -38,7 +38,7 @@ def check(path: Path, requests: list[Ask], wanted: list[Answer], case: Case) -> 
         assert ours == theirs, f"request {number} of {len(requests[number].prompt)} tokens differs: {case}"
     assert served.most_running == case.neighbours + 1
     if case.preempted:
-        assert len(served.preempted) >= (len(requests) // 3 if case.neighbours else len(requests))
+        assert len(served.preempted) >= (len(requests) // 10 if case.neighbours else len(requests))
 
 
 @pytest.fixture(scope="module")
