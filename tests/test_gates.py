@@ -237,7 +237,7 @@ def test_addressing_is_wrong_when_a_warm_plan_names_a_row() -> None:
 # --- addresses, budget, replayed rows --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("index", [0, 1, 2, 3])
+@pytest.mark.parametrize("index", [0, 1])
 def test_addresses_are_not_stable_when_a_buffer_moved(index: int) -> None:
     recorded = bench().inputs.addresses
     moved = at(recorded, index, recorded[index] + 64)
