@@ -72,6 +72,10 @@ class StepNumbers:
         self._parts[2](slice(None), np.array((temperature, top_p, min_p), dtype=np.float32))
         self._sampling = rows
 
+    def become(self, other: StepNumbers) -> None:
+        """All of `other` is about to be copied here by a program: know what will stand here then."""
+        self._sampling = other._sampling
+
     def write_logit_rows(self, logit_rows: Sequence[int]) -> None:
         self._parts[1](3, np.array(logit_rows, dtype=np.int64))
 
@@ -129,6 +133,8 @@ class StepInputs:
             numbers.write_sampling([*sampling, *(GREEDY,) * (plan.head_rows - len(sampling))])
             numbers.write_logit_rows(plan.logit_rows)
         numbers.write_counts(plan.real_rows, plan.real_logit_rows)
+        if ahead:
+            self.live.become(self.waiting)
 
     def write_rows(
         self,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from nanoserve.buckets import DecodeRow, PagedPlan, StepRows, pad_step
 from nanoserve.inputs import GREEDY, RowSampling, StepInputs, new_last_tokens
 
 
@@ -32,6 +34,30 @@ def test_windows_show_the_newest_values_when_steps_are_written_again() -> None:
     assert sampling.choice.tolist() == [2, 0, 0, 0]
     assert inputs.addresses == addresses
     assert step.rows == 4
+
+
+def test_sampling_is_written_again_when_a_step_written_ahead_has_replaced_it() -> None:
+    inputs = StepInputs(4, new_last_tokens(4, "cpu"))
+    both, one = [RowSampling(0.5), RowSampling(0.7)], [RowSampling(0.7)]
+
+    def plan(rows: int) -> PagedPlan:
+        step = StepRows()
+        for row in range(rows):
+            step.add_decode(DecodeRow(row, 5, row))
+        return pad_step(step, rows, rows, sink_slot=64, pad_row=4)
+
+    for sampling in (both, both, one, one):
+        inputs.write_step(plan(len(sampling)), sampling)
+        assert inputs.sampling(len(sampling)).temperature.tolist() == pytest.approx(
+            [row.temperature for row in sampling]
+        )
+        ahead = one if sampling is both else both
+        inputs.write_step(plan(len(ahead)), ahead, ahead=True)
+        assert inputs.sampling(len(sampling)).temperature.tolist() == pytest.approx(
+            [row.temperature for row in sampling]
+        )
+        inputs.live.whole.copy_(inputs.waiting.whole)  # as the program does between two steps
+        assert inputs.sampling(len(ahead)).temperature.tolist() == pytest.approx([row.temperature for row in ahead])
 
 
 def test_windows_are_prefixes_of_one_storage_when_rows_differ() -> None:
