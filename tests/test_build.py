@@ -203,11 +203,11 @@ def resident_share(tensor: torch.Tensor) -> float:
 @pytest.mark.parametrize("kernels", ["reference", "native"])
 @pytest.mark.parametrize("prefault", [False, True])
 def test_the_pool_is_resident_at_boot_only_when_it_was_asked_for(kernels: str, prefault: bool, folder: Path) -> None:
-    fields: dict[str, Any] = {"kernels": kernels, "block_size": 16, "max_model_len": 512, "max_sequences": 512}
-    config = config_for(folder, **fields, kv_memory_bytes=48 << 20, prefault=prefault)
+    fields: dict[str, Any] = {"kernels": kernels, "block_size": 16, "max_model_len": 512, "max_sequences": 2048}
+    config = config_for(folder, **fields, kv_memory_bytes=256 << 20, prefault=prefault)
     prepared = prepare(config, Metrics("test"), lambda progress: None, bar=False)
     store = prepared.engine.runner.cache.store(0)
-    assert sum(side.nbytes for side in store) > 24 << 20
+    assert min(side.nbytes for side in store) > 48 << 20, "more than the C library ever takes from memory it has"
     shares = [resident_share(side) for side in store]
     assert min(shares) == 1.0 if prefault else max(shares) < 0.1
 
