@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-import numpy as np
+import mmap
+from contextlib import suppress
+from math import prod
+
 import torch
 from torch import Tensor
 
+HUGE = 4 << 20
+
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """A contiguous zero tensor. torch.zeros writes every page of it; the C library's calloc, which NumPy uses, none."""
-    if device is not None and device.type != "cpu":
+    """A contiguous zero tensor. Raises MemoryError.
+
+    torch.zeros writes every page of it, and so does the C library's calloc where it has freed memory at hand: only a
+    mapping of its own is sure to take nothing yet.
+    """
+    nbytes = prod(shape) * dtype.itemsize
+    if not nbytes or (device is not None and device.type != "cpu"):
         return torch.zeros(shape, dtype=dtype, device=device)
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(nbytes, dtype=np.uint8)).view(dtype).view(shape)
+    try:
+        memory = mmap.mmap(-1, nbytes)
+    except (OSError, ValueError, OverflowError) as error:
+        raise MemoryError(f"no {nbytes:,} bytes of address space: {error}") from error
+    if nbytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)  # a step reads the pool all over: fewer page table entries to look up
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
