@@ -352,7 +352,7 @@ class Scheduler:
         self._dirty.update(range(len(self._rows)))
 
     def planned(self, sequence: Sequence) -> int:
-        """Tokens of a running sequence whose K/V is in the pool or written by the step in flight."""
+        """Tokens of a running sequence whose K/V is in the pool, or written by a decode step in flight."""
         return sequence.computed + self._is_in_flight(sequence)
 
     # --- integrity -----------------------------------------------------------------------------------------

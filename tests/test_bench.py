@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
-import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,25 +20,11 @@ from nanoserve.bench.tables import Column, Table
 from nanoserve.bench.warm_picture import draw
 from nanoserve.bench.warm_tables import Serving, budget_table, paid_table
 from nanoserve.cli import build_parser, main
+from tests.benching import bench, same_threads  # noqa: F401
 from tests.checkout import ROOT
 
 SERVING = Serving(rows=256, width=8192, multiple=128, seconds_per_graph=0.05, trim_rows=8, trim_width=2048)
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-@pytest.fixture(autouse=True)
-def _same_threads() -> Any:
-    """A measurement sets torch's threads; the next test gets them back."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def bench(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[str, dict[str, Any]]:
-    """What `nanoserve bench …` prints, and the object in its last line."""
-    assert main(["bench", *map(str, argv)]) == 0
-    out = capsys.readouterr().out
-    return out, json.loads(out.splitlines()[-1])
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from nanoserve.bench.engine import Shapes
 from nanoserve.cli import build_parser, main
 from nanoserve.errors import ConfigError
+from tests.benching import bench, same_threads  # noqa: F401
 from tests.tiny_folder import write_served_model
-
-
-@pytest.fixture(autouse=True)
-def _same_threads() -> Any:
-    """A measurement sets torch's threads; the next test gets them back."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def bench(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[str, dict[str, Any]]:
-    """What `nanoserve bench …` prints, and the object in its last line."""
-    assert main(["bench", *map(str, argv)]) == 0
-    out = capsys.readouterr().out
-    return out, json.loads(out.splitlines()[-1])
-
 
 # --- bench engine ----------------------------------------------------------------------------------------------------
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from nanoserve.config import EngineConfig, GraphBackend, Kernels, Quantise, QuantiseHead
 from nanoserve.errors import ConfigError
@@ -56,10 +56,7 @@ def add_stalls_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("model and kernels").add_argument
-    add("--model", default=EngineConfig().model, help="folder, .gguf file, hub id or short name")
-    add("--kernels", default="auto", choices=get_args(Kernels), help="what computes")
-    add("--threads", type=int, help="compute threads (default: one per core)")
+    _add_kernel_flags(parser)
     add = parser.add_argument_group("what is measured").add_argument
     add("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N", help="sequences that decode")
     add("--context", type=int, nargs="*", default=[192, 1024, 4096], metavar="N", help="tokens of each")
@@ -74,16 +71,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="rows whose sampled steps are compared with greedy ones, in turn, at the first context",
     )
     add("--repeats", type=int, default=15, help="steps of each kind; a figure is their median")
-    add = parser.add_argument_group("output").add_argument
-    add("--csv", type=Path, metavar="DIR", help="write the tables there, one file each")
+    _add_csv_flag(parser)
 
 
 def add_mixed_flags(parser: argparse.ArgumentParser) -> None:
     default = EngineConfig()
-    add = parser.add_argument_group("model and kernels").add_argument
-    add("--model", default=default.model, help="folder, .gguf file, hub id or short name")
-    add("--kernels", default="auto", choices=get_args(Kernels), help="what computes")
-    add("--threads", type=int, help="compute threads (default: one per core)")
+    add = _add_kernel_flags(parser)
     add("--max-step-rows", type=int, help="rows of a step (default: what serve takes)")
     add("--prefill-gap-seconds", type=float, default=default.prefill_gap_seconds, help="prompts may add to a gap")
     add = parser.add_argument_group("the load").add_argument
@@ -91,22 +84,17 @@ def add_mixed_flags(parser: argparse.ArgumentParser) -> None:
     add("--stream-tokens", type=int, default=64, metavar="N", help="tokens of each one's prompt")
     add("--prompt-tokens", type=int, default=6000, metavar="N", help="tokens of the prompt that comes")
     add("--repeats", type=int, default=1, help="rounds: a prompt beside the streams, and one alone")
-    add = parser.add_argument_group("output").add_argument
-    add("--csv", type=Path, metavar="DIR", help="write the table there")
+    _add_csv_flag(parser)
 
 
 def add_prefix_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("model and kernels").add_argument
-    add("--model", default=EngineConfig().model, help="folder, .gguf file, hub id or short name")
-    add("--kernels", default="auto", choices=get_args(Kernels), help="what computes")
-    add("--threads", type=int, help="compute threads (default: one per core)")
+    _add_kernel_flags(parser)
     add = parser.add_argument_group("the conversations").add_argument
     add("--history", type=int, default=2000, metavar="N", help="tokens of the first turn's prompt")
     add("--generated", type=int, default=32, metavar="N", help="tokens of each answer")
     add("--added", type=int, default=32, metavar="N", help="tokens the second turn adds to prompt and answer")
     add("--repeats", type=int, default=5, help="conversations; a figure is their median")
-    add = parser.add_argument_group("output").add_argument
-    add("--csv", type=Path, metavar="DIR", help="write the table there")
+    _add_csv_flag(parser)
 
 
 def add_peer_flags(parser: argparse.ArgumentParser) -> None:
@@ -130,8 +118,7 @@ def add_peer_flags(parser: argparse.ArgumentParser) -> None:
     add("--server-model", metavar="NAME", help="the name of its model, where it wants one")
     add("--url", default=LOCAL, help="nanoserve's own")
     _add_load_flags(parser)
-    add = parser.add_argument_group("output").add_argument
-    add("--csv", type=Path, metavar="DIR", help="write the tables there, one file each")
+    _add_csv_flag(parser)
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
@@ -140,8 +127,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add("--model", help="the model's name, where the server wants one")
     add("--api-key", metavar="KEY", help="its key, where it wants one")
     _add_load_flags(parser)
-    add = parser.add_argument_group("output").add_argument
-    add("--csv", type=Path, metavar="DIR", help="write the table there")
+    add = _add_csv_flag(parser)
     add("--save-trace", type=Path, metavar="FILE", help="write what was sent when, for `nanoserve simulate --trace`")
 
 
@@ -159,8 +145,7 @@ def add_start_flags(parser: argparse.ArgumentParser) -> None:
     add("--model", default=EngineConfig().model, help="folder, .gguf file, hub id or short name")
     add("--flags", default="", metavar="'FLAGS'", help="more flags of `nanoserve serve`, in one argument")
     add("--repeats", type=int, default=5, help="starts; a figure is their median")
-    add = parser.add_argument_group("output").add_argument
-    add("--csv", type=Path, metavar="DIR", help="write the table there")
+    _add_csv_flag(parser)
 
 
 def add_quality_flags(parser: argparse.ArgumentParser) -> None:
@@ -180,8 +165,7 @@ def add_quality_flags(parser: argparse.ArgumentParser) -> None:
     add("--text", type=Path, required=True, metavar="FILE", help="what is predicted: plain text in UTF-8")
     add("--tokens", type=int, default=50_000, metavar="N", help="how much of it, in tokens")
     add("--context", type=int, default=512, metavar="N", help="tokens of a window; windows know nothing of each other")
-    add = parser.add_argument_group("output").add_argument
-    add("--csv", type=Path, metavar="DIR", help="write the table there")
+    _add_csv_flag(parser)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +200,23 @@ def _add_subject_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_output_flags(parser: argparse.ArgumentParser) -> None:
+def _add_kernel_flags(parser: argparse.ArgumentParser) -> Callable[..., Any]:
+    """The group's `add_argument`, for what a measurement adds."""
+    add = parser.add_argument_group("model and kernels").add_argument
+    add("--model", default=EngineConfig().model, help="folder, .gguf file, hub id or short name")
+    add("--kernels", default="auto", choices=get_args(Kernels), help="what computes")
+    add("--threads", type=int, help="compute threads (default: one per core)")
+    return add
+
+
+def _add_csv_flag(parser: argparse.ArgumentParser) -> Callable[..., Any]:
     add = parser.add_argument_group("output").add_argument
     add("--csv", type=Path, metavar="DIR", help="write the tables there, one file each")
+    return add
+
+
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
+    add = _add_csv_flag(parser)
     add("--picture", type=Path, metavar="FILE.svg", help="draw the result")
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 HUGE = 4 << 20
+"""From this many bytes on, huge pages are asked for."""
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
