@@ -86,7 +86,9 @@ class StepNumbers:
 class StepInputs:
     """Fixed-address inputs of at most `max_rows` step rows, each of which may be a logit row.
 
-    `live` is what graphs read. What is written `ahead`, while a step runs, waits in `waiting` until it is copied over.
+    `live` is what graphs read. What is written `ahead`, while a step runs, waits in one of `waiting` until a program
+    copies it over. The loop may be told that the step before is over sooner than that, and write the next one ahead: so
+    that one takes the other place.
     `last_tokens` [max_sequences + 1] int64 is shared by all StepInputs of an engine; its last entry is the pad rows'.
     """
 
@@ -95,7 +97,9 @@ class StepInputs:
         self.max_rows = max_rows
         self.last_tokens = last_tokens
         self.live = StepNumbers(max_rows, pad_row, device)
-        self.waiting = StepNumbers(max_rows, pad_row, device)
+        self.waiting = tuple(StepNumbers(max_rows, pad_row, device) for _ in range(2))
+        self.place = 0
+        """Of `waiting`: where the newest step that was written ahead is."""
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -103,7 +107,7 @@ class StepInputs:
         return self.live.whole.data_ptr(), self.last_tokens.data_ptr()
 
     def window(self, rows: int, *, ahead: bool = False) -> StepWindow:
-        numbers = self.waiting if ahead else self.live
+        numbers = self.waiting[self.place] if ahead else self.live
         ids, positions, slots, lens, table = (numbers.rows[field, :rows] for field in range(_ROW_FIELDS))
         return StepWindow(ids, positions, slots, lens, table, self.last_tokens)
 
@@ -127,14 +131,15 @@ class StepInputs:
 
     def write_step(self, plan: PagedPlan, sampling: list[RowSampling], *, ahead: bool = False) -> None:
         """Write a whole paged step; `sampling` has an entry for each real logit row."""
-        numbers = self.waiting if ahead else self.live
+        self.place = (self.place + ahead) % len(self.waiting)
+        numbers = self.waiting[self.place] if ahead else self.live
         numbers.write_rows(plan.input_ids, plan.positions, plan.write_slots, plan.context_lens, plan.table_rows)
         if plan.head_rows:
             numbers.write_sampling([*sampling, *(GREEDY,) * (plan.head_rows - len(sampling))])
             numbers.write_logit_rows(plan.logit_rows)
         numbers.write_counts(plan.real_rows, plan.real_logit_rows)
         if ahead:
-            self.live.become(self.waiting)
+            self.live.become(numbers)
 
     def write_rows(
         self,

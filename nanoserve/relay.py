@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,10 +28,15 @@ class Relay:
     def __init__(self, copy: Callable[[Tensor, Tensor], None], backend: GraphBackend, inputs: StepInputs) -> None:
         self._copy = copy
         self._backend = backend
-        self.arrival = backend.record(lambda: copy(inputs.waiting.whole, inputs.live.whole))
-        """Moves in the numbers that were written ahead."""
+        self._inputs = inputs
+        self._arrivals = [backend.record(partial(copy, each.whole, inputs.live.whole)) for each in inputs.waiting]
         self._departures: dict[tuple[GraphKey, int], tuple[Replay, StepOutput]] = {}
         self._place = 0
+
+    @property
+    def arrival(self) -> Replay:
+        """Moves in the numbers that were written ahead last."""
+        return self._arrivals[self._inputs.place]
 
     def departure(self, key: GraphKey, output: StepOutput) -> tuple[Replay, StepOutput]:
         """What moves out the tokens that the head of `key` leaves in `output`, and where to, which alternates."""

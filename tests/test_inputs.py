@@ -56,8 +56,27 @@ def test_sampling_is_written_again_when_a_step_written_ahead_has_replaced_it() -
         assert inputs.sampling(len(sampling)).temperature.tolist() == pytest.approx(
             [row.temperature for row in sampling]
         )
-        inputs.live.whole.copy_(inputs.waiting.whole)  # as the program does between two steps
+        inputs.live.whole.copy_(inputs.waiting[inputs.place].whole)  # as the program does between two steps
         assert inputs.sampling(len(ahead)).temperature.tolist() == pytest.approx([row.temperature for row in ahead])
+
+
+def test_step_written_ahead_stays_whole_while_the_one_after_it_is_written() -> None:
+    """A program copies the first one at its start, and the loop may be told of the step before sooner than that."""
+    inputs = StepInputs(4, new_last_tokens(4, "cpu"))
+
+    def plan(position: int) -> PagedPlan:
+        step = StepRows()
+        step.add_decode(DecodeRow(0, position, position))
+        return pad_step(step, 1, 1, sink_slot=64, pad_row=4)
+
+    for position in range(5):
+        inputs.write_step(plan(position), [RowSampling(seed=position)], ahead=True)
+        first, place = inputs.window(1, ahead=True), inputs.place
+        kept = inputs.waiting[place].whole.clone()
+        inputs.write_step(plan(50), [RowSampling(seed=50)], ahead=True)
+        assert first.positions.tolist() == [position]
+        assert torch.equal(inputs.waiting[place].whole, kept)
+        assert inputs.window(1, ahead=True).positions.tolist() == [50]
 
 
 def test_windows_are_prefixes_of_one_storage_when_rows_differ() -> None:

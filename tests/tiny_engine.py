@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -84,6 +85,7 @@ class TinyEngine:
         self.ran_ahead = 0
         self._ahead = ahead
         self._started: tuple[StepPlan, Any] | None = None
+        self._completion = os.eventfd(0, os.EFD_SEMAPHORE) if ahead else -1
         self._requests = 0
 
     def add(self, ask: Ask) -> list[Sequence]:
@@ -101,16 +103,16 @@ class TinyEngine:
         return new
 
     def _step_ahead(self) -> list[NewToken]:
-        """Commit a step, having started the next one if it can be planned before."""
+        """Commit a step, having started the next one if it can be planned before: that one runs meanwhile."""
         started, self._started = self._started, None
         if started is None:
             if (plan := self.engine.plan()) is None:
                 return []
-            started = plan, self.engine.start(plan, -1)
+            started = plan, self.engine.start(plan, self._completion)
         if (following := self.engine.plan_ahead()) is not None:
-            self._started = following, self.engine.start(following, -1, ahead=True)
+            self._started = following, self.engine.start(following, self._completion, ahead=True)
             self.ran_ahead += 1
-        self.engine.settle()  # also the next one is over by now: its results are not to disturb this one's
+        os.eventfd_read(self._completion)
         return self.engine.commit(started[0], self.engine.finish_step(started[1]))
 
     def check(self) -> None:
