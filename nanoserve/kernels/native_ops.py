@@ -221,7 +221,7 @@ class Recorder:
             scale=scale,
         )  # fmt: skip
         queries = max(lib.MAX_QUERIES, heads // kv_heads)
-        self._need(queries * (lib.SPLIT * 6 + head_dim * 10 + 6 * 4))
+        self._need(queries * (lib.SPLIT * 8 + head_dim * 12 + 6 * 4))
         return self._output(record, rows, heads * head_dim, live)
 
     def keep(self, x: Tensor, place: Tensor) -> None:

@@ -13,9 +13,9 @@ typedef struct {
     const ns_attention_rec *r;
     int32_t count;
     int32_t dim;
-    uint16_t *q;    /* [n][dim] bf16, times scale and log2(e) */
+    ns_operand *q;  /* [n][dim], times scale and log2(e) */
     float *scores;  /* [n][NS_SPLIT] */
-    uint16_t *p;    /* [n][NS_SPLIT] bf16 */
+    ns_operand *p;  /* [n][NS_SPLIT] */
     float *acc;     /* [n][dim] of one split */
     float *max, *sum;
     int32_t *lo, *hi; /* the keys of the split a query sees */
@@ -35,7 +35,9 @@ NS_INLINE void ns_score_tile(const ns_queries *s, const ns_blocks *blocks, int32
                              const int nb)
 {
     const uint16_t *const *keys = blocks->keys + b;
+    const ns_operand *q[NS_TILE_QUERIES];
     vf acc[NS_TILE_QUERIES][NS_TILE_BLOCKS];
+    for (int i = 0; i < nq; i++) q[i] = s->q + (first + i) * s->dim;
     for (int i = 0; i < nq; i++)
         for (int j = 0; j < nb; j++) acc[i][j] = vf_set1(0.0f);
     for (int32_t pair = 0; pair < s->dim / 2; pair++) {
@@ -45,11 +47,8 @@ NS_INLINE void ns_score_tile(const ns_queries *s, const ns_blocks *blocks, int32
             ns_prefetch(blocks->values[b + j] + pair * 32);
             ns_prefetch(keys[nb + j] + pair * 32);
         }
-        for (int i = 0; i < nq; i++) {
-            uint32_t q;
-            memcpy(&q, s->q + (first + i) * s->dim + 2 * pair, sizeof q);
-            for (int j = 0; j < nb; j++) acc[i][j] = vf_dot_bf16(acc[i][j], k[j], q);
-        }
+        for (int i = 0; i < nq; i++)
+            for (int j = 0; j < nb; j++) acc[i][j] = vf_dot_pair(acc[i][j], k[j], q[i] + 2 * pair);
     }
     for (int i = 0; i < nq; i++)
         for (int j = 0; j < nb; j++) vf_store(s->scores + (first + i) * NS_SPLIT + (b + j) * NS_BLOCK, acc[i][j]);
@@ -62,7 +61,7 @@ NS_INLINE void ns_score_rows(const ns_queries *s, const ns_blocks *blocks, int32
     for (; b < hi; b++) ns_score_tile(s, blocks, first, b, nq, 1);
 }
 
-/* Scores to probabilities relative to the split's maximum, in bf16; their sum in fp32. */
+/* Scores to probabilities relative to the split's maximum, and their sum. */
 NS_INLINE void ns_soften(const ns_queries *s, int32_t query)
 {
     const int lo = s->lo[query], hi = s->hi[query], first = lo / NS_BLOCK, last = (hi + NS_BLOCK - 1) / NS_BLOCK;
@@ -82,7 +81,7 @@ NS_INLINE void ns_soften(const ns_queries *s, int32_t query)
     for (int b = first; b < last; b++) {
         vf e = vf_exp2(vf_sub(vf_load(scores + b * NS_BLOCK), shift));
         sum = vf_add(sum, e);
-        vf_store_bf16(s->p + query * NS_SPLIT + b * NS_BLOCK, e);
+        vf_store_operand(s->p + query * NS_SPLIT + b * NS_BLOCK, e);
     }
     s->sum[query] = vf_hadd(sum);
 }
@@ -91,23 +90,23 @@ NS_INLINE void ns_soften(const ns_queries *s, int32_t query)
 NS_INLINE void ns_value_tile(const ns_queries *s, const uint16_t *const *values, int32_t first, int d, int lo, int hi,
                              uint32_t keep, const int nq, const int nd)
 {
+    const int32_t dim = s->dim;
+    const ns_operand *p[NS_TILE_QUERIES];
     vf acc[NS_TILE_QUERIES][NS_TILE_DIMS];
+    for (int i = 0; i < nq; i++) p[i] = s->p + (first + i) * NS_SPLIT;
     for (int i = 0; i < nq; i++)
-        for (int j = 0; j < nd; j++) acc[i][j] = vf_load(s->acc + (first + i) * s->dim + d + 16 * j);
+        for (int j = 0; j < nd; j++) acc[i][j] = vf_load(s->acc + (first + i) * dim + d + 16 * j);
     for (int pair = lo; pair < hi; pair++) {
-        const uint16_t *row = values[pair / 8] + (pair % 8 * s->dim + d) * 2;
+        const uint16_t *row = values[pair / 8] + (pair % 8 * dim + d) * 2;
         vw v[NS_TILE_DIMS];
         for (int j = 0; j < nd; j++) v[j] = vw_load(row + 32 * j);
         if (keep != 0xffffffffu)
             for (int j = 0; j < nd; j++) v[j] = vw_and(v[j], keep);
-        for (int i = 0; i < nq; i++) {
-            uint32_t p;
-            memcpy(&p, s->p + (first + i) * NS_SPLIT + 2 * pair, sizeof p);
-            for (int j = 0; j < nd; j++) acc[i][j] = vf_dot_bf16(acc[i][j], v[j], p);
-        }
+        for (int i = 0; i < nq; i++)
+            for (int j = 0; j < nd; j++) acc[i][j] = vf_dot_pair(acc[i][j], v[j], p[i] + 2 * pair);
     }
     for (int i = 0; i < nq; i++)
-        for (int j = 0; j < nd; j++) vf_store(s->acc + (first + i) * s->dim + d + 16 * j, acc[i][j]);
+        for (int j = 0; j < nd; j++) vf_store(s->acc + (first + i) * dim + d + 16 * j, acc[i][j]);
 }
 
 NS_INLINE void ns_value_pairs(const ns_queries *s, const uint16_t *const *values, int32_t first, int lo, int hi,

@@ -74,12 +74,12 @@ static void ns_attend_open(ns_attend *a, const ns_attention_rec *r, const ns_wor
     a->state_sum = at, at += n;
     a->s.lo = (int32_t *)at, at += n;
     a->s.hi = (int32_t *)at, at += n;
-    a->s.p = (uint16_t *)at, at += n * NS_SPLIT / 2;
-    a->s.q = (uint16_t *)at;
+    a->s.p = (ns_operand *)at;
+    a->s.q = a->s.p + n * NS_SPLIT;
     const vf scale = vf_set1(r->scale * 1.4426950408889634f);
     for (int32_t i = 0; i < n; i++) {
         const float *q = r->q + (a->group->row + i / per_row) * r->q_ld + (head * per_row + i % per_row) * dim;
-        for (int32_t d = 0; d < dim; d += 16) vf_store_bf16(a->s.q + i * dim + d, vf_mul(vf_load(q + d), scale));
+        for (int32_t d = 0; d < dim; d += 16) vf_store_operand(a->s.q + i * dim + d, vf_mul(vf_load(q + d), scale));
         a->state_max[i] = -INFINITY;
         a->state_sum[i] = 0.0f;
         memset(a->state + i * dim, 0, (size_t)dim * sizeof *a->state);

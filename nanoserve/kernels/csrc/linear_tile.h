@@ -14,26 +14,6 @@ typedef struct {
     int32_t groups;
 } ns_linear_plan;
 
-NS_INLINE void ns_unpack(const uint8_t *quants, int kind, vw w[8])
-{
-    if (ns_is_4bit(kind)) {
-        for (int v = 0; v < 4; v++) {
-            vw both = vw_load(quants + 64 * v);
-            w[v] = vw_low(both);
-            w[v + 4] = vw_high(both);
-        }
-    } else {
-        for (int v = 0; v < 8; v++) w[v] = vw_load(quants + 64 * v);
-    }
-}
-
-NS_INLINE vi ns_dot8_step(vi acc, vw w, const int8_t *q)
-{
-    int32_t four;
-    memcpy(&four, q, sizeof four);
-    return vi_dot8(acc, w, four);
-}
-
 /* What an unsigned weight's zero point takes away, before anything is added. */
 NS_INLINE vi ns_dot_start(const ns_qgroup *x, int lane, int kind)
 {
@@ -48,25 +28,30 @@ NS_INLINE vi ns_dot_unsigned_start(const ns_qgroup *x, int lane)
     return NS_DOT8_BIASED ? vi_zero() : vi_set1(-x->z128[0][lane] - x->z128[1][lane]);
 }
 
-NS_INLINE vf ns_lane_dot(vf acc, const vw w[8], vf d, vf m, const ns_qgroup *x, int lane, int kind)
+/* acc[i] += the products of one group of 16 outputs with row `lane` + i, for `count` rows. */
+NS_INLINE void ns_group_rows(vf *acc, vq w, vf d, vf m, const ns_qgroup *x, int lane, const int count, const int kind)
 {
-    const int8_t *q = x->q[lane];
-    vf scale = vf_set1(x->dx[lane]);
+    const int8_t(*q)[NS_GROUP] = x->q + lane;
+    vi sum[NS_SUM_ROWS];
     if (kind == NS_Q8G) {
         for (int half = 0; half < 2; half++) {
-            vi sum = NS_DOT8_BIASED ? vi_set1(x->z128[half][lane]) : vi_zero();
-            for (int v = 4 * half; v < 4 * half + 4; v++) sum = ns_dot8_step(sum, w[v], q + 4 * v);
-            acc = vf_fma(vf_mul(half ? m : d, scale), vi_float(sum), acc);
+            for (int i = 0; i < count; i++) sum[i] = NS_DOT8_BIASED ? vi_set1(x->z128[half][lane + i]) : vi_zero();
+            vi_dot8_rows(sum, w, 4 * half, 4 * half + 4, q, count);
+            for (int i = 0; i < count; i++)
+                acc[i] = vf_fma(vf_mul(half ? m : d, vf_set1(x->dx[lane + i])), vi_float(sum[i]), acc[i]);
         }
-        return acc;
+        return;
     }
-    vi sum = kind == NS_Q8M || kind == NS_Q8MF ? ns_dot_unsigned_start(x, lane) : ns_dot_start(x, lane, kind);
+    for (int i = 0; i < count; i++)
+        sum[i] = kind == NS_Q8M || kind == NS_Q8MF ? ns_dot_unsigned_start(x, lane + i) : ns_dot_start(x, lane + i, kind);
     if (ns_is_4bit(kind))
-        sum = vi_dot4_group(sum, w, q);
+        vi_dot4_rows(sum, w, q, count);
     else
-        for (int v = 0; v < 8; v++) sum = ns_dot8_step(sum, w[v], q + 4 * v);
-    acc = vf_fma(vf_mul(d, scale), vi_float(sum), acc);
-    return ns_has_min(kind) ? vf_fma(m, vf_set1(x->sx[lane]), acc) : acc;
+        vi_dot8_rows(sum, w, 0, 8, q, count);
+    for (int i = 0; i < count; i++) {
+        acc[i] = vf_fma(vf_mul(d, vf_set1(x->dx[lane + i])), vi_float(sum[i]), acc[i]);
+        if (ns_has_min(kind)) acc[i] = vf_fma(m, vf_set1(x->sx[lane + i]), acc[i]);
+    }
 }
 
 /* `count` rows from `lane` on of one block of 16 rows against one tile: out[row][16]. */
@@ -77,14 +62,14 @@ NS_INLINE void ns_quant_tile(const ns_linear_plan *plan, const uint8_t *tile, co
     for (int i = 0; i < count; i++) acc[i] = vf_set1(0.0f);
     for (int32_t g = 0; g < plan->groups; g++) {
         const uint8_t *quants = tile + ns_quants_at(kind, g), *scales = tile + ns_scales_at(kind, g);
-        vw w[8];
-        ns_unpack(quants, kind, w);
+        vq w = ns_is_4bit(kind) ? vq_open4(quants) : vq_open8(quants);
         for (int line = 0; line < ns_quant_bytes(kind) + ns_scale_bytes(kind); line += 64)
             ns_prefetch(quants + NS_PREFETCH + line);
         vf d = ns_scales(scales, kind, 0), m = d;
         if (ns_has_min(kind) || kind == NS_Q8G) m = ns_scales(scales, kind, 1);
 #pragma GCC unroll 16
-        for (int i = 0; i < count; i++) acc[i] = ns_lane_dot(acc[i], w, d, m, x + g, lane + i, kind);
+        for (int i = 0; i < count; i += NS_SUM_ROWS)
+            ns_group_rows(acc + i, w, d, m, x + g, lane + i, count < NS_SUM_ROWS ? count : NS_SUM_ROWS, kind);
     }
     for (int i = 0; i < count; i++) vf_store(out + 16 * i, acc[i]);
 }

@@ -3,9 +3,12 @@
  * vf  16 floats        vi  16 int32        vw  64 bytes: 16 lanes of 4 weights, or of 2 bf16
  * vf_fma(a, b, c) = a * b + c. vf_max and vf_min return b where a comparison is false, so a NaN in b survives.
  * vf_hadd adds lanes i and i + 8, then i and i + 4, i + 2, i + 1: one order on every path.
- * vi_dot8: acc + the dot product of each lane's 4 weights with 4 int8, exact, weights stored with 128 added; where
- * NS_DOT8_BIASED the caller starts from what that adds. vi_dot4_group: of a group's 32 weights in 0..15 with 32 int8.
- * vf_dot_bf16: with a pair of bf16.
+ * vq is a group of weights, opened from its 4 or 8 bits. vi_dot8_rows(sum, w, from, to, q, count) adds to sum[i] the
+ * dot product of words from..to of each lane's 32 weights with those of q[i], for `count` <= NS_SUM_ROWS rows, exactly;
+ * weights are stored with 128 added, and where NS_DOT8_BIASED the caller starts from what that adds. vi_dot4_rows: all
+ * 8 words, weights in 0..15.
+ * ns_operand is what attention holds queries and probabilities in; vf_dot_pair(acc, w, x) adds the products of a pair
+ * of them with pairs of bf16, the first of each first. vf_dot_bf16: with a pair of bf16.
  * NS_TILE_*: how many accumulators of each kind the register file holds.
  */
 #ifndef NS_VEC_H
@@ -23,12 +26,53 @@
 #define NS_INLINE static inline __attribute__((unused))
 #endif
 
+NS_INLINE int32_t ns_four(const int8_t *q)
+{
+    int32_t out;
+    memcpy(&out, q, sizeof out);
+    return out;
+}
+
 #if defined(NS_ISA_AVX512)
 #include "vec_avx512.h"
 #elif defined(NS_ISA_AVX2)
 #include "vec_avx2.h"
 #else
 #include "vec_generic.h"
+#endif
+
+#if NS_SUM_ROWS == 1
+/* A group of weights, opened once into registers for all rows. */
+typedef struct { vw w[8]; } vq;
+
+NS_INLINE vq vq_open4(const uint8_t *quants)
+{
+    vq out;
+    for (int v = 0; v < 4; v++) {
+        vw both = vw_load(quants + 64 * v);
+        out.w[v] = vw_low(both);
+        out.w[v + 4] = vw_high(both);
+    }
+    return out;
+}
+
+NS_INLINE vq vq_open8(const uint8_t *quants)
+{
+    vq out;
+    for (int v = 0; v < 8; v++) out.w[v] = vw_load(quants + 64 * v);
+    return out;
+}
+
+NS_INLINE void vi_dot8_rows(vi *sum, vq w, int from, int to, const int8_t (*q)[32], const int count)
+{
+    for (int i = 0; i < count; i++)
+        for (int v = from; v < to; v++) sum[i] = vi_dot8(sum[i], w.w[v], ns_four(q[i] + 4 * v));
+}
+
+NS_INLINE void vi_dot4_rows(vi *sum, vq w, const int8_t (*q)[32], const int count)
+{
+    vi_dot8_rows(sum, w, 0, 8, q, count);
+}
 #endif
 
 /* 2^x to 2e-8: degree 6 interpolation of 2^f on [-1/2, 1/2] at Chebyshev's nodes; 0 below -126.5, NaN stays NaN. */

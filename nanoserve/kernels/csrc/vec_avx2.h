@@ -4,12 +4,21 @@
 typedef struct { __m256 a, b; } vf;
 typedef struct { __m256i a, b; } vi;
 typedef vi vw;
+typedef float ns_operand;
+typedef struct { const uint8_t *quants; } vq;
 
-#define NS_TILE_QUERIES 2
-#define NS_TILE_BLOCKS 2
+#define NS_TILE_QUERIES 4
+#define NS_TILE_BLOCKS 1
 #define NS_TILE_ROWS 4
-#define NS_TILE_DIMS 2
+#define NS_TILE_DIMS 1
 #define NS_DOT8_BIASED 0
+#define NS_SUM_ROWS 4
+
+/* Emits nothing. The compiler would compute products long before it has registers for them. */
+#define NS_IN_ORDER(a, b) __asm__ volatile("" : "+x"(a), "+x"(b))
+
+NS_INLINE vq vq_open4(const uint8_t *quants) { return (vq){quants}; }
+NS_INLINE vq vq_open8(const uint8_t *quants) { return (vq){quants}; }
 
 NS_INLINE vf vf_pair(__m256 a, __m256 b) { return (vf){a, b}; }
 NS_INLINE vi vi_pair(__m256i a, __m256i b) { return (vi){a, b}; }
@@ -127,49 +136,54 @@ NS_INLINE vw vw_load(const void *p)
     return vi_pair(_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)p + 1));
 }
 
-NS_INLINE vw vw_low(vw x)
+/* A whole group is added up in int16: 16 products of 15 * 127 at most are 30480. The rows take turns at each vector of
+ * weights, so that sums and weights stay in registers. */
+NS_INLINE void vi_dot4_rows(vi *sum, vq w, const int8_t (*q)[32], const int count)
 {
-    return vi_pair(_mm256_and_si256(x.a, _mm256_set1_epi8(15)), _mm256_and_si256(x.b, _mm256_set1_epi8(15)));
-}
-
-NS_INLINE vw vw_high(vw x)
-{
-    return vw_low(vi_pair(_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)));
-}
-
-/* Unsigned weights up to 127 times signed x: no pair of products exceeds int16. */
-NS_INLINE __m256i ns_dot_8(__m256i acc, __m256i w, __m256i x)
-{
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
-}
-
-/* A whole group is added up in int16: 16 products of 15 * 127 at most are 30480. */
-NS_INLINE vi vi_dot4_group(vi acc, const vw w[8], const int8_t *q)
-{
-    __m256i a = _mm256_setzero_si256(), b = a;
-    for (int v = 0; v < 8; v++) {
-        int32_t four;
-        memcpy(&four, q + 4 * v, sizeof four);
-        __m256i x = _mm256_set1_epi32(four);
-        a = _mm256_add_epi16(a, _mm256_maddubs_epi16(w[v].a, x));
-        b = _mm256_add_epi16(b, _mm256_maddubs_epi16(w[v].b, x));
+    const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+    __m256i a[NS_SUM_ROWS], b[NS_SUM_ROWS];
+    for (int i = 0; i < count; i++) a[i] = b[i] = _mm256_setzero_si256();
+#pragma GCC unroll 1
+    for (int v = 0; v < 4; v++) {
+        vw both = vw_load(w.quants + 64 * v);
+        __m256i low_a = _mm256_and_si256(both.a, nibble), low_b = _mm256_and_si256(both.b, nibble);
+        for (int i = 0; i < count; i++) {
+            __m256i x = _mm256_set1_epi32(ns_four(q[i] + 4 * v));
+            a[i] = _mm256_add_epi16(a[i], _mm256_maddubs_epi16(low_a, x));
+            b[i] = _mm256_add_epi16(b[i], _mm256_maddubs_epi16(low_b, x));
+            NS_IN_ORDER(a[i], b[i]);
+        }
+        __m256i high_a = _mm256_and_si256(_mm256_srli_epi16(both.a, 4), nibble);
+        __m256i high_b = _mm256_and_si256(_mm256_srli_epi16(both.b, 4), nibble);
+        for (int i = 0; i < count; i++) {
+            __m256i x = _mm256_set1_epi32(ns_four(q[i] + 16 + 4 * v));
+            a[i] = _mm256_add_epi16(a[i], _mm256_maddubs_epi16(high_a, x));
+            b[i] = _mm256_add_epi16(b[i], _mm256_maddubs_epi16(high_b, x));
+            NS_IN_ORDER(a[i], b[i]);
+        }
     }
-    const __m256i ones = _mm256_set1_epi16(1);
-    return vi_pair(_mm256_add_epi32(acc.a, _mm256_madd_epi16(a, ones)),
-                   _mm256_add_epi32(acc.b, _mm256_madd_epi16(b, ones)));
+    for (int i = 0; i < count; i++) {
+        sum[i].a = _mm256_add_epi32(sum[i].a, _mm256_madd_epi16(a[i], ones));
+        sum[i].b = _mm256_add_epi32(sum[i].b, _mm256_madd_epi16(b[i], ones));
+    }
 }
 
 /* Weights are stored with 128 added. Here they are taken signed, and their sign moves to x: 128 * 127 * 2 < 2^15. */
-NS_INLINE __m256i ns_dot_signed_8(__m256i acc, __m256i w, __m256i x)
+NS_INLINE void vi_dot8_rows(vi *sum, vq w, int from, int to, const int8_t (*q)[32], const int count)
 {
-    __m256i s = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
-    return ns_dot_8(acc, _mm256_abs_epi8(s), _mm256_sign_epi8(x, s));
-}
-
-NS_INLINE vi vi_dot8(vi acc, vw w, int32_t x)
-{
-    __m256i v = _mm256_set1_epi32(x);
-    return vi_pair(ns_dot_signed_8(acc.a, w.a, v), ns_dot_signed_8(acc.b, w.b, v));
+    const __m256i ones = _mm256_set1_epi16(1), sign = _mm256_set1_epi8((char)0x80);
+#pragma GCC unroll 1
+    for (int v = from; v < to; v++) {
+        __m256i a = _mm256_xor_si256(vw_load(w.quants + 64 * v).a, sign), size_a = _mm256_abs_epi8(a);
+        __m256i b = _mm256_xor_si256(vw_load(w.quants + 64 * v).b, sign), size_b = _mm256_abs_epi8(b);
+        for (int i = 0; i < count; i++) {
+            __m256i x = _mm256_set1_epi32(ns_four(q[i] + 4 * v));
+            __m256i dot_a = _mm256_madd_epi16(_mm256_maddubs_epi16(size_a, _mm256_sign_epi8(x, a)), ones);
+            __m256i dot_b = _mm256_madd_epi16(_mm256_maddubs_epi16(size_b, _mm256_sign_epi8(x, b)), ones);
+            sum[i] = vi_pair(_mm256_add_epi32(sum[i].a, dot_a), _mm256_add_epi32(sum[i].b, dot_b));
+            NS_IN_ORDER(sum[i].a, sum[i].b);
+        }
+    }
 }
 
 NS_INLINE __m256 ns_dot_bf16_8(__m256 acc, __m256i w, __m256 even, __m256 odd)
@@ -181,8 +195,17 @@ NS_INLINE __m256 ns_dot_bf16_8(__m256 acc, __m256i w, __m256 even, __m256 odd)
 
 NS_INLINE vf vf_dot_bf16(vf acc, vw w, uint32_t pair)
 {
-    __m256 even = _mm256_castsi256_ps(_mm256_set1_epi32((int32_t)(pair << 16)));
-    __m256 odd = _mm256_castsi256_ps(_mm256_set1_epi32((int32_t)(pair & 0xffff0000u)));
+    __m256i both = _mm256_set1_epi32((int32_t)pair);
+    __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+    __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int32_t)0xffff0000u)));
+    return vf_pair(ns_dot_bf16_8(acc.a, w.a, even, odd), ns_dot_bf16_8(acc.b, w.b, even, odd));
+}
+
+NS_INLINE void vf_store_operand(ns_operand *p, vf x) { vf_store(p, x); }
+
+NS_INLINE vf vf_dot_pair(vf acc, vw w, const ns_operand *pair)
+{
+    __m256 even = _mm256_broadcast_ss(pair), odd = _mm256_broadcast_ss(pair + 1);
     return vf_pair(ns_dot_bf16_8(acc.a, w.a, even, odd), ns_dot_bf16_8(acc.b, w.b, even, odd));
 }
 

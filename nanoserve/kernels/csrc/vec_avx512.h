@@ -10,6 +10,7 @@ typedef __m512i vw;
 #define NS_TILE_ROWS 16
 #define NS_TILE_DIMS 4
 #define NS_DOT8_BIASED 1
+#define NS_SUM_ROWS 1
 
 NS_INLINE vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
 NS_INLINE void vf_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
@@ -85,30 +86,42 @@ NS_INLINE vw vw_load(const void *p) { return _mm512_loadu_si512(p); }
 NS_INLINE vw vw_low(vw x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 NS_INLINE vw vw_high(vw x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 
-NS_INLINE vi vi_dot4_group(vi acc, const vw w[8], const int8_t *q)
-{
-    for (int v = 0; v < 8; v++) {
-        int32_t four;
-        memcpy(&four, q + 4 * v, sizeof four);
-        acc = _mm512_dpbusd_epi32(acc, w[v], _mm512_set1_epi32(four));
-    }
-    return acc;
-}
-
 NS_INLINE vi vi_dot8(vi acc, vw w, int32_t x) { return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x)); }
 
 #if defined(NS_ISA_AVX512_BF16)
+typedef uint16_t ns_operand;
+
+NS_INLINE void vf_store_operand(ns_operand *p, vf x) { vf_store_bf16(p, x); }
+
 NS_INLINE vf vf_dot_bf16(vf acc, vw w, uint32_t pair)
 {
     return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32((int32_t)pair));
 }
+
+NS_INLINE vf vf_dot_pair(vf acc, vw w, const ns_operand *pair)
+{
+    uint32_t both;
+    memcpy(&both, pair, sizeof both);
+    return vf_dot_bf16(acc, w, both);
+}
 #else
-NS_INLINE vf vf_dot_bf16(vf acc, vw w, uint32_t pair)
+typedef float ns_operand;
+
+NS_INLINE void vf_store_operand(ns_operand *p, vf x) { vf_store(p, x); }
+
+NS_INLINE vf vf_dot_pair(vf acc, vw w, const ns_operand *pair)
 {
     __m512 first = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
     __m512 second = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int32_t)0xffff0000u)));
-    acc = _mm512_fmadd_ps(first, _mm512_castsi512_ps(_mm512_set1_epi32((int32_t)(pair << 16))), acc);
-    return _mm512_fmadd_ps(second, _mm512_castsi512_ps(_mm512_set1_epi32((int32_t)(pair & 0xffff0000u))), acc);
+    return _mm512_fmadd_ps(second, _mm512_set1_ps(pair[1]), _mm512_fmadd_ps(first, _mm512_set1_ps(pair[0]), acc));
+}
+
+NS_INLINE vf vf_dot_bf16(vf acc, vw w, uint32_t pair)
+{
+    const uint32_t bits[2] = {pair << 16, pair & 0xffff0000u};
+    float wide[2];
+    memcpy(wide, bits, sizeof wide);
+    return vf_dot_pair(acc, w, wide);
 }
 #endif
 

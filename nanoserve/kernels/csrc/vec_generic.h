@@ -5,12 +5,14 @@
 typedef struct { float f[16]; } vf;
 typedef struct { int32_t i[16]; } vi;
 typedef struct { uint8_t b[64]; } vw;
+typedef float ns_operand;
 
 #define NS_TILE_QUERIES 1
 #define NS_TILE_BLOCKS 1
 #define NS_TILE_ROWS 1
 #define NS_TILE_DIMS 1
 #define NS_DOT8_BIASED 1
+#define NS_SUM_ROWS 1
 #define NS_EACH(expression) for (int i = 0; i < 16; i++) out.f[i] = (expression); return out
 
 NS_INLINE float ns_fma1(float a, float b, float c)
@@ -111,26 +113,23 @@ NS_INLINE vi vi_dot8(vi acc, vw w, int32_t x)
     return acc;
 }
 
-NS_INLINE vi vi_dot4_group(vi acc, const vw w[8], const int8_t *q)
+NS_INLINE void vf_store_operand(ns_operand *p, vf x) { vf_store(p, x); }
+
+NS_INLINE vf vf_dot_pair(vf acc, vw w, const ns_operand *pair)
 {
-    for (int v = 0; v < 8; v++) {
-        int32_t four;
-        memcpy(&four, q + 4 * v, sizeof four);
-        acc = vi_dot8(acc, w[v], four);
+    uint32_t lanes[16];
+    memcpy(lanes, &w, sizeof lanes);
+    for (int i = 0; i < 16; i++) {
+        float sum = ns_fma1(ns_float_of(lanes[i] << 16), pair[0], acc.f[i]);
+        acc.f[i] = ns_fma1(ns_float_of(lanes[i] & 0xffff0000u), pair[1], sum);
     }
     return acc;
 }
 
 NS_INLINE vf vf_dot_bf16(vf acc, vw w, uint32_t pair)
 {
-    float even = ns_float_of(pair << 16), odd = ns_float_of(pair & 0xffff0000u);
-    uint32_t lanes[16];
-    memcpy(lanes, &w, sizeof lanes);
-    for (int i = 0; i < 16; i++) {
-        float sum = ns_fma1(ns_float_of(lanes[i] << 16), even, acc.f[i]);
-        acc.f[i] = ns_fma1(ns_float_of(lanes[i] & 0xffff0000u), odd, sum);
-    }
-    return acc;
+    const float wide[2] = {ns_float_of(pair << 16), ns_float_of(pair & 0xffff0000u)};
+    return vf_dot_pair(acc, w, wide);
 }
 
 NS_INLINE vw vw_and(vw x, uint32_t mask)
