@@ -142,23 +142,16 @@ NS_INLINE void vi_dot4_rows(vi *sum, vq w, const int8_t (*q)[32], const int coun
 {
     const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
     __m256i a[NS_SUM_ROWS], b[NS_SUM_ROWS];
-    for (int i = 0; i < count; i++) a[i] = b[i] = _mm256_setzero_si256();
-#pragma GCC unroll 1
-    for (int v = 0; v < 4; v++) {
-        vw both = vw_load(w.quants + 64 * v);
-        __m256i low_a = _mm256_and_si256(both.a, nibble), low_b = _mm256_and_si256(both.b, nibble);
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; v++) {
+        vw both = vw_load(w.quants + 64 * (v / 2));
+        if (v % 2) both = vi_pair(_mm256_srli_epi16(both.a, 4), _mm256_srli_epi16(both.b, 4));
+        both = vi_pair(_mm256_and_si256(both.a, nibble), _mm256_and_si256(both.b, nibble));
         for (int i = 0; i < count; i++) {
-            __m256i x = _mm256_set1_epi32(ns_four(q[i] + 4 * v));
-            a[i] = _mm256_add_epi16(a[i], _mm256_maddubs_epi16(low_a, x));
-            b[i] = _mm256_add_epi16(b[i], _mm256_maddubs_epi16(low_b, x));
-            NS_IN_ORDER(a[i], b[i]);
-        }
-        __m256i high_a = _mm256_and_si256(_mm256_srli_epi16(both.a, 4), nibble);
-        __m256i high_b = _mm256_and_si256(_mm256_srli_epi16(both.b, 4), nibble);
-        for (int i = 0; i < count; i++) {
-            __m256i x = _mm256_set1_epi32(ns_four(q[i] + 16 + 4 * v));
-            a[i] = _mm256_add_epi16(a[i], _mm256_maddubs_epi16(high_a, x));
-            b[i] = _mm256_add_epi16(b[i], _mm256_maddubs_epi16(high_b, x));
+            __m256i x = _mm256_set1_epi32(ns_four(q[i] + 4 * (v / 2) + 16 * (v % 2)));
+            __m256i dot_a = _mm256_maddubs_epi16(both.a, x), dot_b = _mm256_maddubs_epi16(both.b, x);
+            a[i] = v ? _mm256_add_epi16(a[i], dot_a) : dot_a;
+            b[i] = v ? _mm256_add_epi16(b[i], dot_b) : dot_b;
             NS_IN_ORDER(a[i], b[i]);
         }
     }
@@ -172,7 +165,7 @@ NS_INLINE void vi_dot4_rows(vi *sum, vq w, const int8_t (*q)[32], const int coun
 NS_INLINE void vi_dot8_rows(vi *sum, vq w, int from, int to, const int8_t (*q)[32], const int count)
 {
     const __m256i ones = _mm256_set1_epi16(1), sign = _mm256_set1_epi8((char)0x80);
-#pragma GCC unroll 1
+#pragma GCC unroll 8
     for (int v = from; v < to; v++) {
         __m256i a = _mm256_xor_si256(vw_load(w.quants + 64 * v).a, sign), size_a = _mm256_abs_epi8(a);
         __m256i b = _mm256_xor_si256(vw_load(w.quants + 64 * v).b, sign), size_b = _mm256_abs_epi8(b);
@@ -217,32 +210,38 @@ NS_INLINE vw vw_and(vw x, uint32_t mask)
 
 NS_INLINE void ns_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
 
-NS_INLINE void ns_round32(const float *x, float scale, int8_t *q, int32_t sums[2])
+/* The rounded products as int32; 0 for NaN, whose group is NaN by its scale. */
+NS_INLINE __m256i ns_round8(const float *x, __m256 scale)
 {
-    for (int half = 0; half < 2; half++) {
-        int32_t lanes[16], sum = 0;
-        for (int i = 0; i < 2; i++) {
-            __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(x + 16 * half + 8 * i), _mm256_set1_ps(scale));
-            _mm256_storeu_si256((__m256i *)(lanes + 8 * i), _mm256_cvtps_epi32(scaled));
-        }
-        for (int i = 0; i < 16; i++) {
-            q[16 * half + i] = (int8_t)lanes[i];
-            sum += q[16 * half + i];
-        }
-        sums[half] = sum;
-    }
+    __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(x), scale);
+    __m256i number = _mm256_castps_si256(_mm256_cmp_ps(scaled, scaled, _CMP_ORD_Q));
+    return _mm256_and_si256(_mm256_cvtps_epi32(scaled), number);
 }
 
+NS_INLINE void ns_round32(const float *x, float scale, int8_t *q, int32_t sums[2])
+{
+    const __m256 by = _mm256_set1_ps(scale);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); /* packing goes by 128-bit halves */
+    __m256i low = _mm256_packs_epi32(ns_round8(x, by), ns_round8(x + 8, by));
+    __m256i high = _mm256_packs_epi32(ns_round8(x + 16, by), ns_round8(x + 24, by));
+    __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+    _mm256_storeu_si256((__m256i *)q, bytes);
+    __m256i fours = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes), _mm256_set1_epi16(1));
+    __m256i twos = _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0x4e));
+    __m256i all = _mm256_add_epi32(twos, _mm256_shuffle_epi32(twos, 0xb1));
+    sums[0] = _mm256_extract_epi32(all, 0);
+    sums[1] = _mm256_extract_epi32(all, 4);
+}
+
+/* The largest magnitude of 32 values; NaN if there is one, for as an integer it is larger than every number. */
 NS_INLINE float ns_amax32(const float *x)
 {
     const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
     __m256i top = _mm256_setzero_si256();
     for (int i = 0; i < 4; i++)
         top = _mm256_max_epi32(top, _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(x + 8 * i)), magnitude));
-    int32_t lanes[8], best = 0;
-    _mm256_storeu_si256((__m256i *)lanes, top);
-    for (int i = 0; i < 8; i++) best = lanes[i] > best ? lanes[i] : best;
-    float out;
-    memcpy(&out, &best, sizeof out);
-    return out;
+    __m128i four = _mm_max_epi32(_mm256_castsi256_si128(top), _mm256_extracti128_si256(top, 1));
+    __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    __m128i one = _mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1));
+    return _mm_cvtss_f32(_mm_castsi128_ps(one));
 }
