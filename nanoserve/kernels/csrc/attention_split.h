@@ -45,7 +45,7 @@ NS_INLINE void ns_score_tile(const ns_queries *s, const ns_blocks *blocks, int32
         for (int j = 0; j < nb; j++) k[j] = vw_load(keys[j] + pair * 32);
         for (int j = 0; first == 0 && j < nb; j++) {
             ns_prefetch(blocks->values[b + j] + pair * 32);
-            ns_prefetch(keys[nb + j] + pair * 32);
+            ns_prefetch(keys[NS_AHEAD + j] + pair * 32);
         }
         for (int i = 0; i < nq; i++)
             for (int j = 0; j < nb; j++) acc[i][j] = vf_dot_pair(acc[i][j], k[j], q[i] + 2 * pair);
