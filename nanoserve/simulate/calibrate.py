@@ -123,7 +123,7 @@ def _former(prepared: Prepared, read: Read) -> Former:
         return PagedFormer(
             max_sequences=config.sequences,
             max_step_rows=config.step_rows,
-            pads_compute=prepared.choices.kernels != "native",
+            pads_compute=prepared.choices.library is None,
         )
     return RectangleFormer(
         max_sequences=config.sequences,
@@ -159,7 +159,7 @@ def _costs(args: argparse.Namespace, prepared: Prepared, read: Read, fit: Fit) -
     errors = [abs(error) for error in fit.errors]
     return Costs(
         read=read,
-        pads_compute=read == "rectangle" or kernels != "native",
+        pads_compute=prepared.choices.library is None,
         body=fit.body,
         head=fit.head if fit.head.knots[-1][1] > 0 else Curve(),
         decode_context=fit.decode_context,

@@ -1,6 +1,6 @@
 """What a step costs: seconds as a function of its rows, its logit rows and the context they read.
 
-    step  =  host_step + host_row * tokens chosen                                    the event loop's part, first
+    step  =  host_step + host_row * tokens chosen                the event loop's part that no step hides, first
            + sum over forwards:  body(rows) + head(logit rows)                       curves through measured sizes
                                  + decode_context * positions the decode rows read
                                  + chunk_context  * positions the prompt rows read
@@ -67,8 +67,9 @@ class Costs:
     read            the attention read they were measured on
     pads_compute    whether pad rows cost what real ones do (graphs of fixed shapes), or nothing (the native kernels)
     decode_context  for each context position that a decode row reads; chunk_context the same for a prompt's row
-    host_step       of the event loop for each step: planning, filling, waking up
-    host_row        of the event loop for each token chosen: bookkeeping, text, its reader
+    host_step       of the event loop for each step: planning, filling, waking up. What is done beside a step counts as
+                    far as it makes that one longer
+    host_row        likewise for each token chosen: bookkeeping, text, its reader
     measured        where they come from, as text for people
     """
 
@@ -87,6 +88,11 @@ class Costs:
             value = getattr(self, name)
             if not (isfinite(value) and value >= 0):
                 raise ValueError(f"{name} is {value}; it must be a number of seconds, at least 0")
+
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether steps run beside the event loop, which then plans ahead: those of the native kernels."""
+        return self.read == "paged" and not self.pads_compute
 
     def compute_seconds(self, work: Work) -> float:
         """One forward, without the event loop's part."""

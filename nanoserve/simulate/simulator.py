@@ -7,6 +7,13 @@ planned in between.
     plan N       host part       compute N                       plan N + 1
     |------------|---------------|-------------------------------|----------
                  tokens of N - 1 delivered                        arrivals since plan N are in line
+
+The engine plans a native step that only goes on decoding while the one before it computes, and what arrives after that
+misses it. The host part is then what that leaves of it (`Costs.plans_ahead`).
+
+    plan N       host part       compute N       plan N + 1      host part       compute N + 1
+    |------------|---------------|---------------:---------------|---------------|-------------
+                 tokens of N - 1                 arrivals so far                 tokens of N
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ from heapq import heapify, heappop, heappush
 
 from nanoserve import __version__
 from nanoserve.admission import Admission, Limits
+from nanoserve.async_engine import PLAN_AHEAD_AT
 from nanoserve.blocks import BlockPool, blocks_for
 from nanoserve.budget import StepBudget
 from nanoserve.config import choose_step_rows
@@ -127,23 +135,65 @@ class _Simulation:
                 now = max(now, self._arrivals[0][0])
                 self._arrive(now)
                 continue
-            if self._observe is not None:
-                self._observe(now, plan)
+            ready, now = self._run_from(plan, ready, now)
+        self.result.preemptions = self._scheduler.preemptions
+        if (prefix := self._scheduler.prefix) is not None:
+            self.result.cached_tokens = prefix.cached_tokens
+        return self.result
+
+    # --- steps ---------------------------------------------------------------------------------------------
+
+    def _run_from(self, first: StepPlan, ready: list[Sequence], now: float) -> tuple[list[Sequence], float]:
+        """Run a step, planned `now`, and those that are planned ahead of its end and theirs; (who got a token in the
+        last one, its end). As `AsyncEngine` does, the first one's successor is planned at once, and every other when so
+        much of a step has passed as the one before it took."""
+        plan, expected = self._planned(first, now), 0.0
+        while True:
             form = self._former.form(plan)
             chosen = _chosen(plan)
             launched = now + self._costs.host_seconds(len(chosen))
             self._deliver(ready, launched)
             seconds = sum([self._costs.compute_seconds(work) for work in form.works])
             ended = launched + seconds
+            following = self._plan_ahead(launched + PLAN_AHEAD_AT * expected, ended)
             self._account(plan, form, now, ended)
             self._arrive(ended)
             self._scheduler.budget.observe(len(plan.decode), plan.prefill_tokens, seconds)
             ready = self._scheduler.commit({sequence: self._index[sequence] for sequence in chosen})
             now = ended
-        self.result.preemptions = self._scheduler.preemptions
-        if (prefix := self._scheduler.prefix) is not None:
-            self.result.cached_tokens = prefix.cached_tokens
-        return self.result
+            if following is None:
+                return ready, now
+            plan, expected = following, seconds
+
+    def _plan_ahead(self, at: float, ended: float) -> StepPlan | None:
+        """The step after the one in flight, if it is planned, at second `at`, before that one has `ended`."""
+        if not self._costs.plans_ahead or at >= ended:
+            return None
+        self._arrive(at)
+        plan = self._scheduler.plan_ahead()
+        return None if plan is None else self._planned(plan, at)
+
+    def _planned(self, plan: StepPlan, now: float) -> StepPlan:
+        if self._observe is not None:
+            self._observe(now, plan)
+        return plan
+
+    def _account(self, plan: StepPlan, form: Form, now: float, ended: float) -> None:
+        result = self.result
+        result.busy_seconds += ended - now
+        result.add_step(kind_of(plan), form.keys, form.rows, form.real_rows, ended - now)
+        scheduler, start = self._scheduler, now - result.started
+        result.timeline.add(start, ended - result.started, scheduler.running, scheduler.waiting, self._pool.used_blocks)
+        for sequence, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True):
+            stop = chunk.start + len(chunk.token_ids)
+            # A sequence that has generated was computed up to its newest token; before that, as far as its chunks got.
+            known = len(sequence.tokens) - 1 if sequence.generated else self._computed.get(sequence, 0)
+            result.prefilled_tokens += len(chunk.token_ids)
+            result.recomputed_tokens += max(0, min(stop, known) - chunk.start)
+            self._computed[sequence] = max(known, stop)
+            if chunk.last:
+                del self._computed[sequence]
+                result.prompt_tokens += 0 if sequence.generated else sequence.prompt_tokens
 
     # --- clients -------------------------------------------------------------------------------------------
 
@@ -223,25 +273,6 @@ class _Simulation:
         if taken:
             self.result.ended = now
             self.result.output_tokens += len(taken)
-
-    # --- steps ---------------------------------------------------------------------------------------------
-
-    def _account(self, plan: StepPlan, form: Form, now: float, ended: float) -> None:
-        result = self.result
-        result.busy_seconds += ended - now
-        result.add_step(kind_of(plan), form.keys, form.rows, form.real_rows, ended - now)
-        scheduler, start = self._scheduler, now - result.started
-        result.timeline.add(start, ended - result.started, scheduler.running, scheduler.waiting, self._pool.used_blocks)
-        for sequence, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True):
-            stop = chunk.start + len(chunk.token_ids)
-            # A sequence that has generated was computed up to its newest token; before that, as far as its chunks got.
-            known = len(sequence.tokens) - 1 if sequence.generated else self._computed.get(sequence, 0)
-            result.prefilled_tokens += len(chunk.token_ids)
-            result.recomputed_tokens += max(0, min(stop, known) - chunk.start)
-            self._computed[sequence] = max(known, stop)
-            if chunk.last:
-                del self._computed[sequence]
-                result.prompt_tokens += 0 if sequence.generated else sequence.prompt_tokens
 
 
 def _former(sizes: Sizes, costs: Costs, limit: int) -> Former:

@@ -126,14 +126,14 @@ def test_lengths_that_are_none_are_refused_where_they_are_read(capsys: pytest.Ca
 # --- a real engine -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("read", ["rectangle", "paged"])
+@pytest.mark.parametrize(("read", "kernels"), [("rectangle", "reference"), ("paged", "reference"), ("paged", "native")])
 def test_costs_of_a_real_engine_are_measured_and_its_answers_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], read: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], read: str, kernels: str
 ) -> None:
     """That figures agree is for an idle machine to show (docs/BENCHMARKS.md); here, that both sides are measured."""
     before = torch.get_num_threads()
     folder, costs = write_served_model(tmp_path / "tiny", num_hidden_layers=1), tmp_path / "costs.json"
-    engine = ["--model", folder, "--kernels", "reference", "--threads", "1", "--costs", costs, "--max-model-len", "64"]
+    engine = ["--model", folder, "--kernels", kernels, "--threads", "1", "--costs", costs, "--max-model-len", "64"]
     engine += ["--max-sequences", "2", "--max-step-rows", "16", "--width-multiple", "32"]
     try:
         _, measured = run(capsys, "--calibrate", "--calibrate-seconds", "0", *engine, "--attention-read", read)
@@ -144,7 +144,7 @@ def test_costs_of_a_real_engine_are_measured_and_its_answers_compared(
     finally:
         torch.set_num_threads(before)
     found = load_costs(costs)
-    assert (found.read, found.pads_compute) == (read, True)
+    assert (found.read, found.pads_compute, found.plans_ahead) == (read, kernels != "native", kernels == "native")
     assert found.body.at(1) > 0
     assert all(step["seconds"] > 0 for step in measured["steps"])
     assert {record["streams"] for record in measured["host"]} == {1, 2}

@@ -19,6 +19,7 @@ from nanoserve.simulate.report import Run
 from nanoserve.simulate.result import Result
 from nanoserve.simulate.simulator import Sizes, simulate
 from nanoserve.simulate.trace import Ask, ClosedLoop, Lengths, Load, Mix, OpenLoop
+from nanoserve.step import StepOutcome
 from tests.models.tiny import token_ids
 from tests.tiny_engine import BLOCK, TinyEngine, params_of
 from tests.tiny_engine import Ask as EngineAsk
@@ -156,6 +157,27 @@ def test_next_request_of_a_stream_misses_the_step_planned_before_its_last_token_
     assert plans[:5] == [(0, 2), (2, 0), (1, 0), (1, 1), (2, 0)]
 
 
+@pytest.mark.parametrize(("arrival", "served"), [(0.0134, 0.015), (0.0136, 0.020)])
+def test_request_that_comes_once_the_next_step_is_planned_waits_one_step_more(arrival: float, served: float) -> None:
+    """Steps of 5 ms. The second one that decodes (10 to 15 ms) is planned as soon as the first begins, the third at
+    13.5 ms."""
+    costs = Costs("paged", False, Curve(((1, 0.005),)), Curve(), 0.0, 0.0)
+    load = OpenLoop([Ask(0.0, 4, 9), Ask(arrival, 4, 1)], "two")
+    plans: list[tuple[float, int]] = []
+
+    def note(now: float, plan: StepPlan) -> None:
+        plans.append((now, len(plan.chunks)))
+
+    result = simulate(Sizes(), costs, load, observe=note)
+    assert [now for now, _ in plans][:3] == pytest.approx([0.0, 0.005, 0.005])
+    assert [now for now, chunks in plans if chunks] == pytest.approx([0.0, served])
+    assert result.ttfts[1] == pytest.approx(served + 0.005 - arrival)
+    assert result.busy_seconds == pytest.approx(result.seconds), "no step waits for another's end to be noticed"
+    plans.clear()
+    simulate(Sizes(), replace(costs, pads_compute=True), load, observe=note)
+    assert [now for now, chunks in plans if chunks] == pytest.approx([0.0, 0.015]), "others are not planned ahead"
+
+
 def test_idle_engine_starts_when_the_next_request_arrives() -> None:
     result = simulate(Sizes(), COSTS, OpenLoop([Ask(1.0, 4, 1), Ask(9.0, 4, 1)], "two"))
     assert result.ttfts[0] == pytest.approx(result.ttfts[1])
@@ -234,26 +256,42 @@ def edits(plan: StepPlan) -> tuple[Any, ...]:
     return (plan.clears, plan.swaps, plan.slot_writes, plan.decode, tuple(chunks))
 
 
-@pytest.mark.parametrize("read", ["paged", "rectangle"])
-def test_plans_and_shapes_are_the_real_engines_when_requests_arrive_at_the_same_steps(folder: Path, read: Any) -> None:
+@pytest.mark.parametrize(("read", "kernels"), [("paged", "reference"), ("rectangle", "reference"), ("paged", "native")])
+def test_plans_and_shapes_are_the_real_engines_when_requests_arrive_at_the_same_steps(
+    folder: Path, read: Any, kernels: str
+) -> None:
     """Fourteen requests of three priorities, some of which begin alike, over four rows, in a pool that makes them give
-    way and with a gap that bounds their prompts: step by step the same plans, where steps take as long; and the bucket
-    and pad rows that the simulation counts are those the device had."""
+    way and with a gap that bounds their prompts: step by step the same plans, ahead or not, where steps take as long;
+    and the bucket and pad rows that the simulation counts are those the device had."""
     mix = Mix(14, Lengths.parse("uniform:1:40"), Lengths.parse("uniform:1:30"), 20, 0.6, seed=2)
     asks = [replace(ask, priority=index % 3 - 1) for index, ask in enumerate(mix.poisson(60.0).asks)]
     fields: dict[str, Any] = {"max_sequences": 4, "max_step_rows": 28, "width_multiple": 32, "max_model_len": 96}
     fields["prefill_gap_seconds"] = 0.001
     sizes = Sizes(kv_blocks=9, block_size=BLOCK, **fields)
     planned: list[tuple[float, Any]] = []
-    costs = Costs(read, True, Curve(((1, 0.003), (2, 0.0035))), Curve(), 1e-7, 1e-7)
+    costs = Costs(read, kernels != "native", Curve(((1, 0.003), (2, 0.0035))), Curve(), 1e-7, 1e-7)
     load = OpenLoop(asks, "poisson")
     result = simulate(sizes, costs, load, observe=lambda now, plan: planned.append((now, edits(plan))))
     assert result.preemptions > 0
     assert result.cached_tokens > 0
     assert result.steps > simulate(replace(sizes, prefill_gap_seconds=1.0), costs, load).steps, "the gap bound nothing"
-    engine = TinyEngine(folder, blocks=9, attention_read=read, **fields)
-    former = _former(read)
-    waiting, tallied = list(asks), Result(9, BLOCK)
+    # Natively K/V is bf16, so the same memory is twice the blocks, the sink's included.
+    blocks = 4 if kernels == "native" else 9
+    engine = TinyEngine(folder, blocks=blocks, attention_read=read, kernels=kernels, **fields)
+    former = _former(read, pads_compute=costs.pads_compute)
+    waiting, tallied, ran_ahead = list(asks), Result(9, BLOCK), 0
+    running: tuple[StepPlan, StepOutcome] | None = None
+
+    def launch(plan: StepPlan | None) -> tuple[StepPlan, StepOutcome]:
+        assert plan is not None
+        form = former.form(plan)
+        outcome = engine.engine.launch(plan)
+        if outcome.shape is not None:
+            assert (form.rows, form.rows - form.real_rows) == (outcome.shape.rows, outcome.pad_rows)
+            assert form.keys[0][1:] == (outcome.shape.rows, outcome.shape.width)
+        tallied.add_step("decode", form.keys, form.rows, form.real_rows, 0.0)
+        return plan, replace(outcome, seconds=sum(costs.compute_seconds(work) for work in form.works))
+
     for now, expected in planned:
         while waiting and waiting[0].arrival_seconds <= now:
             ask = waiting.pop(0)
@@ -261,23 +299,23 @@ def test_plans_and_shapes_are_the_real_engines_when_requests_arrive_at_the_same_
             ids = (*shared, *token_ids(ask.prompt_tokens - ask.prefix_tokens, vocab_size=256, seed=len(waiting)))
             params = params_of(max_tokens=ask.output_tokens, logprobs=None)
             engine.add(EngineAsk(ids, params, priority=ask.priority))
-        plan = engine.engine.plan()
-        assert plan is not None
-        assert edits(plan) == expected
-        form = former.form(plan)
-        outcome = engine.engine.launch(plan)
-        if outcome.shape is not None:
-            assert (form.rows, form.rows - form.real_rows) == (outcome.shape.rows, outcome.pad_rows)
-            assert form.keys[0][1:] == (outcome.shape.rows, outcome.shape.width)
-        tallied.add_step("decode", form.keys, form.rows, form.real_rows, 0.0)
-        engine.engine.commit(plan, replace(outcome, seconds=sum(costs.compute_seconds(work) for work in form.works)))
+        ahead = engine.engine.plan_ahead() if running is not None else None
+        following = launch(ahead) if ahead is not None else None
+        ran_ahead += ahead is not None
+        if running is not None:
+            engine.engine.commit(*running)
+        running = following or launch(engine.engine.plan())
+        assert edits(running[0]) == expected
+    assert running is not None
+    engine.engine.commit(*running)
     assert engine.engine.plan() is None
+    assert (ran_ahead > 0) == (kernels == "native")
     assert tallied.shapes == result.shapes
     assert engine.engine.scheduler.preemptions == result.preemptions
     assert engine.metrics.counters.prefix_cached_tokens == result.cached_tokens
 
 
-def _former(read: str) -> Former:
+def _former(read: str, *, pads_compute: bool) -> Former:
     if read == "paged":
-        return PagedFormer(max_sequences=4, max_step_rows=28, pads_compute=True)
+        return PagedFormer(max_sequences=4, max_step_rows=28, pads_compute=pads_compute)
     return RectangleFormer(max_sequences=4, max_model_len=96, width_multiple=32)
