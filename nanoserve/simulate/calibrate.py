@@ -75,7 +75,7 @@ def calibrate(args: argparse.Namespace) -> int:
         fit = fit_costs(samples, body_rows=ladders.body, head_rows=ladders.rows)
         costs = _costs(args, prepared, read, fit)
         host = measure_host(prepared, metrics, costs, ladders.rows)
-    base, row = fit_line([(streams, extra) for streams, _, extra in host])
+    base, row = fit_line([(streams, extra) for streams, _, extra in host], [gap for _, gap, _ in host])
     costs = replace(costs, host_step=base, host_row=row)
     save_costs(args.costs, costs)
     tables = [_steps_table(steps, samples, fit), _host_table(host, costs)]

@@ -52,10 +52,10 @@ def fit_costs(samples: Sequence[Sample], *, body_rows: Sequence[int], head_rows:
     )
 
 
-def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(base, slope), neither negative, of the line closest to `points`."""
-    matrix = np.array([[1.0, float(x)] for x, _ in points])
-    base, slope = non_negative_least_squares(matrix, np.array([y for _, y in points]))
+def fit_line(points: Sequence[tuple[int, float]], of: Sequence[float]) -> tuple[float, float]:
+    """(base, slope), neither negative, of the line closest to `points`, each miss measured as a share of its `of`."""
+    matrix = np.array([[1.0, float(x)] for x, _ in points]) / np.array(of)[:, None]
+    base, slope = non_negative_least_squares(matrix, np.array([y for _, y in points]) / np.array(of))
     return float(base), float(slope)
 
 

@@ -26,6 +26,7 @@ from nanoserve.request import Request, SamplingParams, TokenPrompt
 from nanoserve.simulate.costs import Read
 from nanoserve.simulate.report import Run
 from nanoserve.simulate.result import percentiles
+from nanoserve.simulate.simulator import FIRST
 from nanoserve.simulate.trace import Ask, Load
 from nanoserve.source import resolve
 
@@ -51,7 +52,7 @@ class Measured:
 
 
 def serve_live(boot: Boot, metrics: Metrics, load: Load, *, vocab_size: int, limits: Limits | None = None) -> Measured:
-    """Boot an engine, serve one short request that does not count, then `load` to its end. Raises StartupError."""
+    """Boot an engine, serve FIRST, which does not count, then `load` to its end. Raises StartupError."""
     return asyncio.run(_serve(boot, metrics, load, vocab_size, limits))
 
 
@@ -63,7 +64,7 @@ async def _serve(boot: Boot, metrics: Metrics, load: Load, vocab_size: int, limi
                 raise StartupError(str(engine.snapshot().health.get("message", "the engine did not start")))
             await asyncio.sleep(POLL_SECONDS)
         client = _Client(engine, load, vocab_size)
-        await client.ask(Measured(), Ask(0.0, 8, 8), "first")
+        await client.ask(Measured(), FIRST, "first")
         done = Measured(started=perf_counter())
         async with asyncio.TaskGroup() as group:
             for seconds, index in load.opening():

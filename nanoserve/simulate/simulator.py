@@ -34,13 +34,15 @@ from nanoserve.prefix import PrefixCache
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, StepPlan
-from nanoserve.simulate.costs import Costs
+from nanoserve.simulate.costs import Costs, Work
 from nanoserve.simulate.forms import Form, Former, PagedFormer, RectangleFormer, kind_of
 from nanoserve.simulate.result import Result
 from nanoserve.simulate.trace import Ask, Load
 
 GREEDY = SamplingParams(temperature=0.0)
 MOST_TOKEN_IDS = 1 << 31
+FIRST = Ask(0.0, 8, 8)
+"""A request that has been served, alone, when a load begins."""
 Observer = Callable[[float, StepPlan], None]
 
 
@@ -87,6 +89,15 @@ def simulate(sizes: Sizes, costs: Costs, load: Load, *, observe: Observer | None
     return _Simulation(sizes, costs, load, observe).run()
 
 
+def experienced(budget: StepBudget, costs: Costs) -> StepBudget:
+    """`budget`, once it has seen the steps of FIRST: what rows cost is nothing that it learns under load alone."""
+    prompt = FIRST.prompt_tokens
+    budget.observe(0, prompt, costs.compute_seconds(Work(prompt, 1, 0, prompt * (prompt + 1) // 2)))
+    for context in range(prompt + 1, FIRST.tokens):
+        budget.observe(1, 0, costs.compute_seconds(Work(1, 1, context, 0)))
+    return budget
+
+
 class _Simulation:
     def __init__(self, sizes: Sizes, costs: Costs, load: Load, observe: Observer | None) -> None:
         blocks = sizes.blocks(load)
@@ -105,7 +116,7 @@ class _Simulation:
         self._scheduler = Scheduler(
             self._pool,
             max_sequences=sizes.max_sequences,
-            budget=StepBudget(sizes.step_rows, gap_seconds=sizes.prefill_gap_seconds),
+            budget=experienced(StepBudget(sizes.step_rows, gap_seconds=sizes.prefill_gap_seconds), costs),
             prefix=PrefixCache(self._pool) if sizes.prefix_cache else None,
         )
         self._admission = Admission(sizes.limits, Metrics(__version__))

@@ -150,7 +150,8 @@ def test_least_squares_meets_the_conditions_of_an_optimum(seed: int, rows: int, 
 
 
 def test_line_is_exact_through_points_on_one_and_never_falls() -> None:
-    assert fit_line([(1, 0.3), (8, 1.0), (32, 3.4)]) == pytest.approx((0.2, 0.1))
-    base, slope = fit_line([(1, 0.5), (32, 0.1)])
+    assert fit_line([(1, 0.3), (8, 1.0), (32, 3.4)], [1.0, 2.0, 9.0]) == pytest.approx((0.2, 0.1))
+    base, slope = fit_line([(1, 0.5), (32, 0.1)], [1.0, 1.0])
     assert base == pytest.approx(0.3)
     assert slope == 0.0
+    assert fit_line([(1, 0.5), (32, -3.0)], [1.0, 1e3]) == pytest.approx((0.5, 0.0), abs=1e-5), "a small share of it"
