@@ -91,6 +91,10 @@ class ShapeSet:
         """What a row by itself takes, the cheapest."""
         return (DecodeShape(1, self.width_ladder[0]),)
 
+    def alone_like(self, shape: Shape) -> DecodeShape:
+        """Which of `alone` computes what `shape` does."""
+        return self.alone[0]
+
     def padding_shapes(self) -> list[DecodeShape]:
         """One shape for each row bucket, the cheapest."""
         return [DecodeShape(rows, self.width_ladder[0]) for rows in self.row_ladder]
@@ -181,8 +185,13 @@ class PagedShapes:
         """What a row by itself takes: a body and a head."""
         return GraphKey("body", 1, None), GraphKey("head", 1, None)
 
+    def alone_like(self, shape: Shape) -> GraphKey:
+        """Which of `alone` computes what `shape` does: a full head's logits are the plain one's."""
+        body, head = self.alone
+        return body if key_of(shape).kind == "body" else head
+
     def padding_shapes(self) -> list[GraphKey]:
-        """Each, with the other half that a row by itself takes."""
+        """Every one."""
         return self.shapes()
 
 

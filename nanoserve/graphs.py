@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from nanoserve.buckets import DecodePlan, GraphKey, PagedPlan
 from nanoserve.errors import GateError
 from nanoserve.gates import check_replay_rows
 
-__all__ = ["GraphBackend", "GraphEntry", "GraphKey", "GraphSet", "Origin"]
+__all__ = ["GraphBackend", "GraphEntry", "GraphKey", "GraphSet", "Origin", "RecordingTime"]
 
 Origin = Literal["warm", "cold", "background"]
 T = TypeVar("T")
@@ -48,6 +48,22 @@ class StartingBackend(Protocol):
 
     def wait(self) -> None:
         """Return once nothing runs."""
+
+
+@runtime_checkable
+class NarrowingBackend(Protocol):
+    """A backend whose recordings are alike but for how many rows they have."""
+
+    def narrow(self, replay: Callable[[], T], rows: int) -> Callable[[], T]:
+        """A recording of its own for the first `rows` rows of those of `replay`. It leaves its results where that one
+        does, of which the first `rows` rows are its own."""
+
+
+class RecordingTime(NamedTuple):
+    """Seconds a recording takes, and a graph that is made from it by narrowing; None where each is recorded."""
+
+    seconds: float
+    narrowing_seconds: float | None = None
 
 
 @dataclass(slots=True)
@@ -94,17 +110,35 @@ class GraphSet(Generic[T]):
         rows: tuple[int, ...],
         clock: Callable[[], float],
     ) -> GraphEntry[T]:
-        """Record `program` for `key`. `rows` is the row set of the plan it is bound to.
+        """Record `program` for `key`, or narrow a graph of its kind for more rows, where the backend can. `rows` is the
+        row set of the plan it is bound to.
 
         Raises GateError if the key has a graph: a second recording would leave two programs for one shape.
         """
         if key in self._entries:
             raise GateError(f"{key} is recorded already; a key has one graph")
         started = clock()
-        replay = self.backend.record(program)
+        replay = self._narrowed(key) or self.backend.record(program)
         entry = GraphEntry(key, replay, origin, rows, record_seconds=clock() - started)
         self._entries[key] = entry
         return entry
+
+    def time_recording(self, key: GraphKey, program: Callable[[], T], *, clock: Callable[[], float]) -> RecordingTime:
+        """What `capture` would take; the recording is thrown away."""
+        started = clock()
+        replay = self.backend.record(program)
+        recorded = clock()
+        if not isinstance(self.backend, NarrowingBackend):
+            return RecordingTime(recorded - started)
+        self.backend.narrow(replay, key.rows)
+        return RecordingTime(recorded - started, clock() - recorded)
+
+    def _narrowed(self, key: GraphKey) -> Callable[[], T] | None:
+        if not isinstance(self.backend, NarrowingBackend):
+            return None
+        alike = (each for each in self._entries.values() if (each.key.kind, each.key.width) == (key.kind, key.width))
+        wider = next((each for each in alike if each.key.rows > key.rows), None)
+        return self.backend.narrow(wider.replay, key.rows) if wider else None
 
     def replay(self, key: GraphKey, plan: DecodePlan) -> T:
         """Run the graph of `key` for `plan`. Raises KeyError if none is recorded, GateError if it froze other rows."""

@@ -18,7 +18,7 @@ from nanoserve.buckets import GraphKey, PagedPlan, PagedShapes, Shape, StepRows,
 from nanoserve.cache import BatchedPagedKVCache, PagedCacheRows
 from nanoserve.errors import GateError
 from nanoserve.gates import check_addresses_stable, check_paged_addressing, check_paged_pad_inert, check_table_stable
-from nanoserve.graphs import GraphEntry, GraphSet, Origin
+from nanoserve.graphs import GraphEntry, GraphSet, Origin, RecordingTime
 from nanoserve.history import HistoryTable
 from nanoserve.inputs import RowSampling, StepInputs
 from nanoserve.models.decoder import Decoder
@@ -210,12 +210,11 @@ class PagedRunner:
         return self.graphs.capture(key, program, origin=origin, rows=rows, clock=self._clock)
 
     @torch.inference_mode()
-    def time_recording(self, shape: Shape) -> float:
-        """Seconds one recording of `shape` takes; the recording is thrown away."""
-        _, program = self._warm_program(key_of(shape))
-        started = self._clock()
-        self.graphs.backend.record(program)
-        return self._clock() - started
+    def time_recording(self, shape: Shape) -> RecordingTime:
+        """What a recording of `shape` takes; it is thrown away."""
+        key = key_of(shape)
+        _, program = self._warm_program(key)
+        return self.graphs.time_recording(key, program, clock=self._clock)
 
     def _warm_program(self, key: GraphKey) -> tuple[PagedPlan, Callable[[], StepOutput]]:
         body, head = (key.rows, 0) if key.kind == "body" else (self.shapes.row_ladder[0], key.rows)
@@ -265,19 +264,21 @@ class PagedRunner:
         return self._probe(key_of(shape), 0, len(slots) - 1, slots[-1])
 
     def _probe(self, key: GraphKey, token: int, position: int, slot: int) -> Tensor:
-        """Logits of one token in a step whose body, or head, is that of `key`; its other graph is a lone row's."""
-        body, head = self.shapes.alone
-        body, head = (key, head) if key.kind == "body" else (body, key)
+        """What the graph of `key` leaves for one token: its hidden state, of a body; logits, of a head, which reads the
+        hidden state that the last body left."""
         rows = StepRows()
         rows.add((token,), position, (slot,), 0)
-        rows.logit_rows.append(0)
+        body, head = key.rows, 0
+        if key.kind != "body":
+            body, head = self.shapes.alone[0].rows, key.rows
+            rows.logit_rows.append(0)
         never_real = self.shapes.row_ladder[-1]
         plan = pad_step(
-            rows, body.rows, head.rows, sink_slot=self.slots.sink_slot, pad_row=self._pad_row, pad_logit_row=never_real
+            rows, body, head, sink_slot=self.slots.sink_slot, pad_row=self._pad_row, pad_logit_row=never_real
         )
         self._inputs.write_step(plan, [])
         self._check(plan)
-        return self.graphs.rehearse(body, head)[1].logits[0].clone()
+        return self.graphs.rehearse(key)[0].logits[0].clone()
 
     def probe_end(self) -> None:
         self.slots.clear(0)

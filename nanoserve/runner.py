@@ -27,7 +27,7 @@ from nanoserve.gates import (
     check_table_stable,
     check_window_intact,
 )
-from nanoserve.graphs import GraphEntry, GraphKey, GraphSet, Origin
+from nanoserve.graphs import GraphEntry, GraphKey, GraphSet, Origin, RecordingTime
 from nanoserve.history import HistoryTable
 from nanoserve.inputs import GREEDY, RowSampling, StepInputs
 from nanoserve.models.decoder import Decoder
@@ -198,13 +198,11 @@ class Runner:
         return self.graphs.capture(key, program, origin=origin, rows=bound.plan.rows, clock=self._clock)
 
     @torch.inference_mode()
-    def time_recording(self, shape: DecodeShape) -> float:
-        """Seconds one recording of `shape` takes; the recording is thrown away."""
+    def time_recording(self, shape: DecodeShape) -> RecordingTime:
+        """What a recording of `shape` takes; it is thrown away."""
         assert self.graphs is not None, "time_recording without a graph set"
         _, program = self._warm_program(shape)
-        started = self._clock()
-        self.graphs.backend.record(program)
-        return self._clock() - started
+        return self.graphs.time_recording(GraphKey("decode", *shape), program, clock=self._clock)
 
     def _warm_program(self, shape: DecodeShape) -> tuple[BoundPlan, Callable[[], StepOutput]]:
         assert self._inputs is not None, "a recording needs step buffers that keep their address"

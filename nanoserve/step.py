@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanoserve.buckets import PagedShapes, Shape, ShapeSet
 from nanoserve.cache import BatchedPagedKVCache
-from nanoserve.graphs import GraphSet, Origin
+from nanoserve.graphs import GraphSet, Origin, RecordingTime
 from nanoserve.history import HistoryTable
 from nanoserve.inputs import RowSampling
 from nanoserve.ops import HistoryWindow, Logprobs, Ops, SamplingWindow, StepWindow
@@ -82,8 +82,8 @@ class StepRunner(Protocol):
     def capture(self, shape: Any, origin: Origin) -> Any:
         """Record the graph of a shape on a plan that is all padding."""
 
-    def time_recording(self, shape: Any) -> float:
-        """Seconds one recording of a shape takes; the recording is thrown away."""
+    def time_recording(self, shape: Any) -> RecordingTime:
+        """What a recording of a shape takes; it is thrown away."""
 
     def check_mirror(self, sequence: Sequence, planned: int) -> None:
         """Raises AssertionError unless the slot table says of a sequence what its block table says."""

@@ -95,6 +95,10 @@ class NativeBackend:
         output = program()
         return NativeReplay(self, self._ops.finish(), output)  # type: ignore[return-value]
 
+    def narrow(self, replay: Callable[[], T], rows: int) -> Callable[[], T]:
+        narrowed = NativeReplay(self, replay.program.narrowed(rows), replay.output)  # type: ignore[attr-defined]
+        return narrowed  # type: ignore[return-value]
+
     def run(self, replays: Sequence[Callable[[], T]]) -> list[T]:
         self._pool.run(self._launch_of(replays))
         return self.outputs(replays)

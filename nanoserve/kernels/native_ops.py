@@ -34,6 +34,14 @@ class Program:
     def __len__(self) -> int:
         return len(self.records)
 
+    def narrowed(self, rows: int) -> Program:
+        """The same for at most `rows` rows: a row's place in what an op takes and leaves does not depend on how many
+        there are, so nothing else differs."""
+        records = type(self.records).from_buffer_copy(self.records)
+        for record in records:
+            record.head.rows = min(record.head.rows, rows)
+        return Program(records, self.keep)
+
 
 def segments(programs: Sequence[Program]) -> lib.Launch:
     """Programs to run one after the other in one launch."""

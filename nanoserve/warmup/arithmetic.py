@@ -6,10 +6,10 @@ The stall of recording lazily is a rate (one recording for each width bucket a r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from nanoserve.buckets import PagedShapes, Shape, ShapeSet, cells
+from nanoserve.buckets import GraphKind, PagedShapes, Shape, ShapeSet, cells, key_of
 
 FP32_BYTES = 4
 
@@ -73,10 +73,14 @@ def biggest_first(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds to record a shape: `base_seconds + cell_seconds * rows * width`."""
+    """Seconds to record a shape: `base_seconds + cell_seconds * rows * width`.
+
+    narrowing_seconds  to make a graph from one of its kind for more rows; None where each is recorded
+    """
 
     base_seconds: float
     cell_seconds: float
+    narrowing_seconds: float | None = None
 
     @classmethod
     def fit(cls, small: tuple[Shape, float], large: tuple[Shape, float]) -> CostModel:
@@ -89,5 +93,16 @@ class CostModel:
     def seconds(self, shape: Shape) -> float:
         return self.base_seconds + self.cell_seconds * cells(shape)
 
+    def further_seconds(self, shape: Shape, recorded: Collection[GraphKind]) -> float:
+        """What `shape` costs where kinds of graphs are `recorded`, for more rows than it has."""
+        if self.narrowing_seconds is not None and key_of(shape).kind in recorded:
+            return self.narrowing_seconds
+        return self.seconds(shape)
+
     def total_seconds(self, shapes: Iterable[Shape]) -> float:
-        return sum(self.seconds(shape) for shape in shapes)
+        """What shapes cost in this order, the biggest first."""
+        total, recorded = 0.0, set[GraphKind]()
+        for shape in shapes:
+            total += self.further_seconds(shape, recorded)
+            recorded.add(key_of(shape).kind)
+        return total

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nanoserve.buckets import PagedShapes, Shape, ShapeSet
+from nanoserve.buckets import GraphKind, PagedShapes, Shape, ShapeSet, key_of
 from nanoserve.warmup.arithmetic import CostModel, biggest_first, score_bytes, warm_shapes, width_ceiling
 
 
@@ -111,11 +111,13 @@ def _within(
 
     kept: list[Shape] = []
     later: list[Shape] = []
+    recorded: set[GraphKind] = set()
     left = seconds
     for shape in sorted(wanted, key=rank, reverse=True):
-        price = cost.seconds(shape)
+        price = cost.further_seconds(shape, recorded)
         if seconds > 0 and price <= left:
             kept.append(shape)
+            recorded.add(key_of(shape).kind)
             left -= price
         else:
             later.append(shape)

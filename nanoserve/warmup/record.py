@@ -7,14 +7,14 @@ every gate that a real plan passes, and what is recorded on it froze no sequence
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Protocol
 
 from nanoserve.buckets import DecodeShape, Shape, cells, pad_plan
 from nanoserve.cache import BatchedCacheRows, BatchedPagedKVCache
 from nanoserve.gates import BoundPlan
-from nanoserve.graphs import Origin
+from nanoserve.graphs import Origin, RecordingTime
 from nanoserve.inputs import GREEDY, StepInputs
 from nanoserve.slots import SlotTable
 from nanoserve.warmup.arithmetic import CostModel
@@ -22,7 +22,7 @@ from nanoserve.warmup.gates import check_warm_rows_empty
 
 PROBE_SECONDS = 0.5
 PROBE_STEP = 4
-"""Probes grow by this factor until one takes PROBE_SECONDS: the bigger the last, the less the fit extrapolates."""
+"""How many times PROBE_SECONDS a probe may take, and how many times as big as the last one what is not tried may be."""
 
 Progress = Callable[[int, int, float | None], None]
 """Told (shapes recorded, shapes in all, seconds left or None)."""
@@ -34,8 +34,8 @@ class Recorder(Protocol):
     def capture(self, shape: Any, origin: Origin) -> Any:
         """Record the graph of a shape on its warm plan."""
 
-    def time_recording(self, shape: Any) -> float:
-        """Seconds one recording of a shape takes; the recording is thrown away."""
+    def time_recording(self, shape: Any) -> RecordingTime:
+        """What a recording of a shape takes; it is thrown away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,30 +80,31 @@ def warmup_batch(bound: BoundPlan, cache: BatchedPagedKVCache) -> BatchedCacheRo
 
 
 def price(recorder: Recorder, shapes: Sequence[Shape], *, probe_seconds: float = PROBE_SECONDS) -> CostModel:
-    """Fit the cost model to the recording times of two shapes: the smallest, and the biggest that is quick to try.
+    """Fit the cost model to the recording times of two shapes: the smallest, and a big one that is quick to try.
 
     That one is found by trying ever bigger ones, since the smallest alone does not tell whether size or overhead made
-    its time. No probe is much longer than PROBE_STEP * `probe_seconds`, unless the two smallest shapes are. Both are
-    timed twice and the shorter time counts: what disturbs a recording, such as the K/V pool's allocation in the very
-    first one, only makes it slower.
+    its time, until one takes `probe_seconds` or none is more than PROBE_STEP times as big. A shape takes at most as
+    many times longer as it is bigger, so no probe is longer than PROBE_STEP * `probe_seconds`, unless the two smallest
+    shapes are. Both are timed twice and the shorter time counts: what disturbs a recording, such as the K/V pool's
+    allocation in the very first one, only makes it slower.
     """
     by_size = sorted(shapes, key=cells)
     if not by_size:
         return CostModel(0.0, 0.0)
-    small = by_size[0]
-    small_seconds = min(recorder.time_recording(small), recorder.time_recording(small))
-    large, large_seconds = small, small_seconds
-    for shape in by_size[1:]:
-        slow = large_seconds > probe_seconds
-        if slow and large != small:
-            break
-        if slow or cells(shape) >= PROBE_STEP * cells(large) or shape == by_size[-1]:
-            large, large_seconds = shape, recorder.time_recording(shape)
+    small = large = by_size[0]
+    small_seconds = large_seconds = min(recorder.time_recording(small).seconds for _ in range(2))
+    narrowing: float | None = None
+    enough = cells(by_size[-1]) / PROBE_STEP
+    while large != by_size[-1] and (large == small or (large_seconds <= probe_seconds and cells(large) < enough)):
+        reach = cells(large) * PROBE_STEP * probe_seconds / max(large_seconds, 1e-9)
+        bigger = by_size[by_size.index(large) + 1 :]
+        large = max((shape for shape in bigger if cells(shape) <= reach), key=cells, default=bigger[0])
+        large_seconds, narrowing = recorder.time_recording(large)
     if large == small:
         return CostModel(small_seconds, 0.0)
     if large_seconds <= PROBE_STEP * probe_seconds:
-        large_seconds = min(large_seconds, recorder.time_recording(large))
-    return CostModel.fit((small, small_seconds), (large, large_seconds))
+        large_seconds = min(large_seconds, recorder.time_recording(large).seconds)
+    return replace(CostModel.fit((small, small_seconds), (large, large_seconds)), narrowing_seconds=narrowing)
 
 
 def warm_decode(
@@ -139,5 +140,6 @@ def warm_decode(
 
 def _eta(cost: CostModel, shapes: Sequence[Shape], done: int, elapsed: float) -> float:
     """Predicted seconds of what is left, scaled by how the prediction has held so far."""
-    spent, left = cost.total_seconds(shapes[:done]), cost.total_seconds(shapes[done:])
+    spent = cost.total_seconds(shapes[:done])
+    left = cost.total_seconds(shapes) - spent
     return left * (elapsed / spent) if spent > 0 else left

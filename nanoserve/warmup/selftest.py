@@ -1,8 +1,8 @@
 """The padding self-test: does a row's answer change when pad rows stand beside it, and do pad rows leave a trace?
 
 Runs at the end of the warm-up, on the graphs that will serve: a short made-up prompt in table row 0, one token decoded
-alone, then the same token padded into each row bucket, bodies and heads alike. Bounded in seconds, since it must not
-delay the door for long.
+alone, then the same token padded into each row bucket. Bodies are compared by the hidden state they leave, heads of
+either kind by their logits. Bounded in seconds, since it must not delay the door for long.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ WIDEST_TOLERANCE = max(RELATIVE_TOLERANCE.values())
 class SelfTestReport:
     """verdict is passed, failed or skipped (no time, or nothing to compare).
 
-    max_difference  largest difference of a logit between alone and padded, over the largest logit; None if there is
-                    none, because a logit is not finite
+    max_difference  largest difference of a logit or hidden state between alone and padded, over the largest; None if
+                    there is none, because one is not finite
     rows            the row buckets compared with the row alone
     """
 
@@ -56,8 +56,9 @@ class Prober(Protocol):
         """Compute a prompt into table row 0."""
 
     def probe_decode(self, shape: Any, slots: list[int]) -> Tensor:
-        """Logits `[vocab]` of table row 0's next token in a batch padded to `shape`. `slots` are all the row's slots,
-        the last one that of the token which goes in."""
+        """What the graph of `shape` leaves for table row 0's next token: logits `[vocab]`, or the hidden state of a
+        body. `slots` are all the row's slots, the last one that of the token which goes in. A head reads what the last
+        body left."""
 
     def probe_end(self) -> None:
         """Forget the prompt."""
@@ -93,12 +94,14 @@ def padding_self_test(
     worst: float | None = 0.0
     try:
         prober.probe_prefill([i % vocab_size for i in range(1, PROMPT_TOKENS + 1)], slots[:PROMPT_TOKENS])
-        alone = prober.probe_decode(lone, slots)
+        alone = {shape: prober.probe_decode(shape, slots) for shape in shapes.alone}
+        watch = _Watch(prober.cache, slots)
         for shape in buckets:
             if clock() - started > seconds:
                 break
-            worst = _worse(worst, alone, _probe_untouched(prober, shape, slots))
+            worst = _worse(worst, alone[shapes.alone_like(shape)], prober.probe_decode(shape, slots))
             compared.append(shape.rows)
+        watch.check()
     except GateError as error:
         return verdict("failed", tuple(compared), worst, str(error))
     finally:
@@ -114,24 +117,31 @@ def padding_self_test(
     return verdict("passed", tuple(compared), worst)
 
 
-def _probe_untouched(prober: Prober, shape: Shape, slots: list[int]) -> Tensor:
-    """The row's logits in a batch of `shape`. Raises GateError if the batch changed K/V that is not the row's."""
-    cache = prober.cache
-    layers = sorted({0, cache.num_layers - 1})
-    # Both ends of the pool: where an index that is off, or counts from the end, would write. The row's own slot is left
-    # out: its logits tell about it.
-    ends = {*range(WATCHED_SLOTS), *range(cache.sink_slot - WATCHED_SLOTS, cache.sink_slot)} - {slots[-1]}
-    watched = sorted(slot for slot in ends if 0 <= slot < cache.sink_slot)
-    before = [cache.read(layer, watched) for layer in layers]
-    logits = prober.probe_decode(shape, slots)
-    for layer, sides in zip(layers, before, strict=True):
-        for kept, now in zip(sides, cache.read(layer, watched), strict=True):
-            check_warm_touches_nothing(kept, now, cache.sink_slot, slots=watched)
-    return logits
+class _Watch:
+    """K/V that no probe may change, at both ends of the pool: where an index that is off, or counts from the end, would
+    write. It is marked, since what the warm-up wrote there already would not show when it is written again. The probed
+    row's own slots are not: what it reads of them its logits tell."""
+
+    @torch.inference_mode()
+    def __init__(self, cache: BatchedPagedKVCache, own_slots: list[int]) -> None:
+        ends = {*range(WATCHED_SLOTS), *range(cache.sink_slot - WATCHED_SLOTS, cache.sink_slot)} - {*own_slots}
+        self._cache = cache
+        self._slots = sorted(slot for slot in ends if 0 <= slot < cache.sink_slot)
+        self._layers = sorted({0, cache.num_layers - 1})
+        for layer in self._layers:
+            k, v = cache.read(layer, self._slots)
+            cache.write(layer, torch.tensor(self._slots, device=k.device), torch.ones_like(k), torch.ones_like(v))
+
+    def check(self) -> None:
+        """Raises GateError if a mark is gone."""
+        for layer in self._layers:
+            for side in self._cache.read(layer, self._slots):
+                mark = torch.ones_like(side)
+                check_warm_touches_nothing(mark, side, self._cache.sink_slot, slots=self._slots)
 
 
 def _worse(worst: float | None, alone: Tensor, padded: Tensor) -> float | None:
-    """The larger of `worst` and the largest difference over the largest logit; None as soon as a logit is not finite,
+    """The larger of `worst` and the largest difference over the largest number; None as soon as one is not finite,
     which no comparison of numbers would show."""
     if worst is None or not bool(alone.isfinite().all() and padded.isfinite().all()):
         return None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from nanoserve.buckets import DecodeShape, ShapeSet
 from nanoserve.cache import BatchedPagedKVCache
 from nanoserve.errors import GateError
-from nanoserve.graphs import Origin
+from nanoserve.graphs import Origin, RecordingTime
 from nanoserve.inputs import RowSampling
 from nanoserve.kernels.reference import ReferenceOps
 from nanoserve.warmup import CostModel, WarmupReport, biggest_first, price, warm_decode, warmup_batch, warmup_plan
@@ -140,9 +140,9 @@ class Device:
         self.now += taken
         return taken
 
-    def time_recording(self, shape: DecodeShape) -> float:
+    def time_recording(self, shape: DecodeShape) -> RecordingTime:
         self.probed.append(shape)
-        return self._take(shape)
+        return RecordingTime(self._take(shape))
 
     def capture(self, shape: DecodeShape, origin: Origin) -> None:
         self._take(shape)
