@@ -133,12 +133,16 @@ class _Cursor:
         return value
 
     def string(self) -> str:
-        length = self.u64()
-        if length > self.size - self.at:
-            self.need(length, "a string")
-        start, self.at = self.at, self.at + length
+        start = self.at + _U64.size
+        if start > self.size:
+            self.need(_U64.size, "a value")
+        end = start + _U64.unpack_from(self.view, self.at)[0]
+        self.at = start
+        if end > self.size:
+            self.need(end - start, "a string")
+        self.at = end
         try:
-            return str(self.view[start : self.at], "utf-8")
+            return str(self.view[start:end], "utf-8")
         except UnicodeDecodeError as error:
             self.fail(f"a string at byte {start} is not UTF-8 ({error.reason})")
 
