@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +83,38 @@ def test_no_entry_is_left_when_recording_raises(graphs: GraphSet[int]) -> None:
         graphs.capture(KEY, broken, origin="warm", rows=(), clock=lambda: 0.0)
     assert KEY not in graphs
     capture(graphs, Program())
+
+
+class Narrowing(EagerBackend):
+    """Narrows a recording to one that returns its result and the rows."""
+
+    def narrow(self, replay: Callable[[], Any], rows: int) -> Callable[[], Any]:
+        return lambda: (replay(), rows)
+
+
+def test_graph_is_narrowed_when_its_kind_is_recorded_for_more_rows() -> None:
+    graphs: GraphSet[Any] = GraphSet(Narrowing(), read="paged")
+    programs = {GraphKey("body", rows, None): Program() for rows in (4, 8, 2)}
+    programs[GraphKey("head", 2, None)] = Program()
+    for key, program in programs.items():
+        capture(graphs, program, key=key)
+    assert [program.runs for program in programs.values()] == [1, 1, 0, 1]
+    assert graphs.rehearse(GraphKey("body", 2, None)) == [(2, 2)], "the first one's second run"
+
+
+def test_rectangle_is_recorded_when_a_graph_of_more_rows_has_another_width() -> None:
+    graphs: GraphSet[Any] = GraphSet(Narrowing(), read="rectangle")
+    program = Program()
+    capture(graphs, Program(), key=GraphKey("decode", 8, 16))
+    capture(graphs, program, key=GraphKey("decode", 4, 32))
+    assert program.runs == 1
+
+
+def test_recording_and_narrowing_are_timed_apart_and_nothing_is_kept(graphs: GraphSet[int]) -> None:
+    for made, narrowing in ((graphs, None), (GraphSet[Any](Narrowing(), read="paged"), 0.5)):
+        clock = itertools.count(10.0, 0.5).__next__
+        assert made.time_recording(KEY, Program(), clock=clock) == (0.5, narrowing)
+        assert KEY not in made
 
 
 def test_replay_is_counted_with_its_real_and_pad_rows(graphs: GraphSet[int]) -> None:

@@ -98,6 +98,22 @@ def test_pad_rows_leave_the_pool_as_it_was(harness: Harness) -> None:
         assert set(changed) <= written
 
 
+def test_a_narrowed_program_writes_the_same_bits_and_no_row_beyond(harness: Harness) -> None:
+    """A program of 32 rows and its narrowed copy, with 20 real rows: the copy stops after 8."""
+    x, weight = torch.randn(32, 64), pack_dense(torch.randn(90, 64))
+    out = harness.recorder.linear(feed(harness.recorder, x), weight)
+    program = harness.recorder.finish()
+    harness.live[0] = 20
+    harness.replay(program)
+    whole = out.clone()
+    out.fill_(-1)
+    harness.replay(program.narrowed(8))
+    assert torch.equal(out[:8], whole[:8])
+    assert bool((out[8:] == -1).all())
+    harness.replay(program)
+    assert torch.equal(out[:20], whole[:20]), "the program it was made from is what it was"
+
+
 def test_a_launch_returns_at_once_and_tells_its_end_through_the_descriptor(fastest: native_lib.NativeLibrary) -> None:
     harness = Harness(fastest, threads=2)
     weight = pack_dense(torch.randn(4096, 1024))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.buckets import DecodeShape, ShapeSet
+from nanoserve.buckets import DecodeShape, GraphKey, ShapeSet
 from nanoserve.warmup import (
     CostModel,
     biggest_first,
@@ -156,6 +158,13 @@ def test_fit_finds_the_line_when_costs_lie_on_one(
     for shape in (first, second, DecodeShape(32, 2048)):
         assert fitted.seconds(shape) == pytest.approx(true.seconds(shape), rel=1e-6, abs=1e-6)
     assert fitted.total_seconds([first, second]) == pytest.approx(true.total_seconds([first, second]), abs=1e-6)
+
+
+def test_only_the_first_of_a_kind_is_recorded_when_the_others_are_narrowed() -> None:
+    cost = CostModel(1.0, 0.5, narrowing_seconds=0.1)
+    listed = [GraphKey("body", 4, None), GraphKey("body", 2, None), GraphKey("head", 2, None)]
+    assert cost.total_seconds(listed) == pytest.approx(3.0 + 0.1 + 2.0)
+    assert replace(cost, narrowing_seconds=None).total_seconds(listed) == pytest.approx(3.0 + 2.0 + 2.0)
 
 
 def test_fit_never_predicts_that_bigger_is_cheaper_when_timings_are_noisy() -> None:

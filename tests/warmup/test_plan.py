@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.buckets import DecodeShape, ShapeSet
+from nanoserve.buckets import DecodeShape, PagedShapes, ShapeSet
 from nanoserve.warmup import CostModel, WarmupPlan, biggest_first, plan_warmup, score_bytes
 from nanoserve.warmup.plan import expected_hits
 
@@ -112,6 +112,14 @@ def test_budget_goes_on_with_cheaper_shapes_when_one_does_not_fit() -> None:
     kept = plan(cost=cost, seconds=300.0, served={huge: 1_000_000_000})
     assert huge in kept.background
     assert DecodeShape(1, 128) in kept.shapes
+
+
+def test_budget_holds_as_many_shapes_as_can_be_narrowed() -> None:
+    shapes = PagedShapes.build(max_step_rows=8, max_logit_rows=2)
+    cost = CostModel(1.0, 0.0, narrowing_seconds=0.25)
+    made = plan_warmup(shapes, num_heads=HEADS, cost=cost, budget_bytes=0, budget_seconds=3.5)
+    assert (len(made.shapes), made.predicted_seconds) == (5, 3.5)
+    assert len(made.background) == len(shapes.shapes()) - 5
 
 
 def test_what_is_left_for_idle_gaps_comes_in_order_of_hits_a_second() -> None:

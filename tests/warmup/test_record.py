@@ -213,6 +213,20 @@ def test_only_the_two_smallest_are_probed_when_even_they_are_slow() -> None:
     assert device.probed[2:] in ([DecodeShape(1, 256)], [DecodeShape(2, 128)])
 
 
+def test_few_probes_are_made_when_recordings_are_quick() -> None:
+    device = Device(CostModel(0.005, 1e-7).seconds)
+    price(device, SHAPES)
+    assert len(device.probed) == 4, "the smallest and a big one, twice each"
+
+
+def test_narrowing_is_priced_when_a_backend_narrows() -> None:
+    class Narrower(Device):
+        def time_recording(self, shape: DecodeShape) -> RecordingTime:
+            return super().time_recording(shape)._replace(narrowing_seconds=0.001)
+
+    assert price(Narrower(lambda shape: 0.25), SHAPES) == CostModel(0.25, 0.0, narrowing_seconds=0.001)
+
+
 def test_price_is_flat_when_there_is_a_single_shape() -> None:
     assert price(Device(lambda shape: 0.3), [DecodeShape(1, 128)]) == CostModel(0.3, 0.0)
 

@@ -143,6 +143,13 @@ class LeakyHead(ReferenceOps):
         return super().logits(x, weight) + 0.1 * (x.shape[0] - 1)
 
 
+class LeakyBody(ReferenceOps):
+    """Hidden states that depend on how many rows a body has."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return super().rms_norm(x, weight, eps) * (1 + x.shape[0] / 8)
+
+
 def paged(shapes: list[GraphKey] | None = None, ops: ReferenceOps | None = None) -> SelfTestReport:
     tiny = tiny_engine(ops=ops, attention_read="paged", max_sequences=3, max_step_rows=7)
     runner = tiny.engine.runner
@@ -162,6 +169,13 @@ def test_bodies_and_heads_of_either_kind_are_compared_when_the_read_is_paged() -
         alone = [GraphKey("body", 1, None), GraphKey("head", 1, None)]
         report = paged([*alone, GraphKey(kind, 3, None)], LeakyHead())  # type: ignore[arg-type]
         assert (report.verdict, report.rows) == ("failed", (3,))
+
+
+def test_bodies_are_told_from_heads_when_only_they_are_wrong() -> None:
+    heads = [GraphKey(kind, rows, None) for kind in ("head", "head_full") for rows in (1, 2, 3)]
+    assert paged([GraphKey("body", 1, None), *heads], LeakyBody()).verdict == "passed"
+    report = paged([GraphKey("body", 1, None), *heads, GraphKey("body", 7, None)], LeakyBody())
+    assert (report.verdict, report.rows) == ("failed", (1, 2, 3, 7))
 
 
 @pytest.mark.parametrize("missing", ["body", "head"])
