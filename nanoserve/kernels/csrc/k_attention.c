@@ -111,12 +111,16 @@ static int ns_attend_keys(ns_attend *a, int32_t split)
         hi = a->s.hi[i] > hi ? a->s.hi[i] : hi;
     }
     if (lo >= hi) return 0;
-    const int64_t *slots = r->table + r->table_rows[a->group->row] * r->table_ld + (int64_t)split * NS_SPLIT;
+    const int64_t *slots = r->table + r->table_rows[a->group->row] * r->table_ld;
     const int64_t stride = (int64_t)r->head_dim * NS_BLOCK;
-    const int32_t last = ns_ceil_div(hi, NS_BLOCK), end = ns_ceil_div(a->group->longest - split * NS_SPLIT, NS_BLOCK);
+    const int32_t last = ns_ceil_div(hi, NS_BLOCK), total = ns_ceil_div(a->group->longest, NS_BLOCK);
     for (int32_t b = lo / NS_BLOCK; b < last + NS_AHEAD; b++) {
-        const int32_t known = b < end ? b : end - 1;
-        const int64_t at = (slots[known * NS_BLOCK] / NS_BLOCK * r->kv_heads + a->head) * stride;
+        int32_t block = split * NS_SPLIT_BLOCKS + b, head = a->head;
+        if (block >= total) { /* fetched ahead for the next job, which is likely the next head's */
+            block = (block - total) % total;
+            head = head + 1 < r->kv_heads ? head + 1 : head;
+        }
+        const int64_t at = (slots[block * NS_BLOCK] / NS_BLOCK * r->kv_heads + head) * stride;
         blocks.keys[b] = r->keys + at;
         if (b < last) blocks.values[b] = r->values + at;
     }
