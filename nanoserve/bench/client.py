@@ -53,6 +53,17 @@ def new_sequence(
     )
 
 
+NO_GAP_BOUND = 3600.0
+"""`prefill_gap_seconds` of an engine that opens sessions: whole steps of prompts beside the rows that decode already,
+since what those meanwhile wait is not measured."""
+
+
+def steps_ahead(rows: int, prompt_tokens: int, step_rows: int) -> int:
+    """Tokens that the first of `rows` sequences may have decoded when the last one's prompt has been computed: in steps
+    of `step_rows`, one of them for each sequence that decodes."""
+    return rows * prompt_tokens // max(1, step_rows - rows) + 1
+
+
 class Session:
     """Sequences that decode together, from when each has its first token until `close`."""
 

@@ -16,7 +16,7 @@ from time import perf_counter, process_time
 from typing import Any, Protocol
 
 from nanoserve import __version__
-from nanoserve.bench.client import Session, new_sequence
+from nanoserve.bench.client import NO_GAP_BOUND, Session, new_sequence, steps_ahead
 from nanoserve.bench.peer_worker import prompt_ids
 from nanoserve.bench.subject import kv_token_bytes
 from nanoserve.blocks import blocks_for
@@ -244,12 +244,6 @@ def q4_0_file(python: str, model: Path, folder: Path) -> Path:
     raise Missing(f"peers read {model.name} as it is, since {python} makes no Q4_0 file of it: {problem}")
 
 
-def steps_ahead(rows: int, prompt_tokens: int, step_rows: int) -> int:
-    """Tokens that the first of `rows` sequences may have decoded when the last one's prompt has been computed: in steps
-    of `step_rows`, one of them for each sequence that decodes."""
-    return rows * prompt_tokens // (step_rows - rows) + 1
-
-
 def engine_config(model: str, kernels: Any, threads: int | None, *, sequences: int, tokens: int) -> EngineConfig:
     """An engine with room for `sequences` of `tokens` each, and what they decode beside each other's prompts, that
     records what it meets."""
@@ -262,8 +256,7 @@ def engine_config(model: str, kernels: Any, threads: int | None, *, sequences: i
         max_model_len=tokens,
         max_sequences=sequences,
         max_step_rows=step_rows,
-        # Whole steps of prompts beside the rows that decode: what they meanwhile wait is not measured.
-        prefill_gap_seconds=3600.0,
+        prefill_gap_seconds=NO_GAP_BOUND,
         warmup_seconds=0.0,
     )
     blocks = sequences * blocks_for(tokens, config.block_size) + 1

@@ -14,9 +14,9 @@ from time import perf_counter
 import torch
 
 from nanoserve import __version__
-from nanoserve.bench.client import new_sequence, settled_heap
+from nanoserve.bench.client import NO_GAP_BOUND, new_sequence, settled_heap
 from nanoserve.bench.flags import check_flags
-from nanoserve.bench.sampled_steps import decoded_steps, measure_sampling, sampling_table
+from nanoserve.bench.sampled_steps import decoded_tokens, measure_sampling, sampling_table
 from nanoserve.bench.subject import kv_token_bytes
 from nanoserve.bench.tables import Column, Record, Table, milliseconds, percent, publish, thousands, whole
 from nanoserve.blocks import blocks_for
@@ -75,12 +75,15 @@ class Shapes:
     longest: int
 
     @classmethod
-    def choose(cls, args: argparse.Namespace, block_bytes: int, free_bytes: int) -> Shapes:
+    def choose(cls, args: argparse.Namespace, *, step_rows: int, block_bytes: int, free_bytes: int) -> Shapes:
         """Raises ConfigError if nothing is left to measure."""
         wanted = [(rows, context) for context in args.context for rows in args.rows]
         most = int(free_bytes * MEMORY_SHARE) // block_bytes - 1
         fits = [(rows, context) for rows, context in wanted if rows * blocks_for(context, BLOCK) <= most]
-        sampled = args.context[0] + decoded_steps(args.repeats) + 1 if args.sampling and args.context else 0
+        sampled = 0
+        if args.sampling and args.context:
+            context = args.context[0]
+            sampled = context + decoded_tokens(max(args.sampling), context, args.repeats, step_rows)
         needs = [rows * blocks_for(context, BLOCK) for rows, context in fits]
         needs += [blocks_for(tokens, BLOCK) for tokens in args.prefill]
         needs += [rows * blocks_for(sampled, BLOCK) for rows in args.sampling]
@@ -101,15 +104,22 @@ class Shapes:
 
 def run(args: argparse.Namespace) -> int:
     check_flags(args)
-    config = EngineConfig(model=args.model, kernels=args.kernels, threads=args.threads, warmup_seconds=0.0)
+    config = EngineConfig(
+        model=args.model,
+        kernels=args.kernels,
+        threads=args.threads,
+        prefill_gap_seconds=NO_GAP_BOUND,
+        warmup_seconds=0.0,
+    )
     token_bytes = kv_token_bytes(config)
-    shapes = Shapes.choose(args, BLOCK * token_bytes, free_host_bytes())
-    sequences = max([*args.rows, *shapes.sampling])
+    sequences = max([*args.rows, *args.sampling])
+    step_rows = max(args.max_step_rows, sequences)
+    shapes = Shapes.choose(args, step_rows=step_rows, block_bytes=BLOCK * token_bytes, free_bytes=free_host_bytes())
     config = replace(
         config,
         max_model_len=shapes.longest,
         max_sequences=sequences,
-        max_step_rows=max(args.max_step_rows, sequences),
+        max_step_rows=step_rows,
         # Just what the widest step reads, since all of it is filled.
         kv_memory_bytes=(shapes.blocks + 1) * BLOCK * token_bytes,
     )

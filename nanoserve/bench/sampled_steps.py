@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from statistics import median
 
-from nanoserve.bench.client import Session, new_sequence
+from nanoserve.bench.client import Session, new_sequence, steps_ahead
 from nanoserve.bench.tables import Column, Record, Table, milliseconds, thousands
 from nanoserve.build import Prepared
 from nanoserve.request import SamplingParams
@@ -48,15 +48,16 @@ class Pair:
         }
 
 
-def decoded_steps(repeats: int) -> int:
-    """Steps that `measure_sampling` takes a sequence."""
-    return 2 * STRETCH * (repeats + 1)
+def decoded_tokens(rows: int, context: int, repeats: int, step_rows: int) -> int:
+    """Tokens that `measure_sampling` takes a sequence on, at most."""
+    return steps_ahead(rows, context, step_rows) + 2 * STRETCH * (repeats + 1) + 1
 
 
 def measure_sampling(prepared: Prepared, rows: int, context: int, repeats: int) -> Pair:
-    """Steps of `rows` sequences whose contexts begin at `context` tokens; the first turn is not counted."""
+    """Steps of `rows` sequences whose contexts begin at `context` tokens, or a few more where others' prompts came in
+    between; the first turn is not counted."""
     ids = prepared.intake.tokenizer.encode(TEXT, add_special_tokens=False)
-    size, limit = prepared.pool.block_size, decoded_steps(repeats) + 1
+    size, limit = prepared.pool.block_size, decoded_tokens(rows, context, repeats, prepared.choices.config.step_rows)
     prompts = [list(islice(cycle(ids), row, row + context)) for row in range(rows)]
     sequences = [new_sequence(prompt, row=row, max_tokens=limit, block_size=size) for row, prompt in enumerate(prompts)]
     session = Session(prepared.engine, sequences)
