@@ -37,7 +37,7 @@ static int32_t ns_collect(const float *p, int32_t n, float least, float *out)
     for (int32_t i = 0; i < n; i += 16) {
         float lanes[16];
         vf v = vf_load(p + i);
-        if (!(vf_hmax(v) >= least)) continue;
+        if (!vf_any_ge(v, least)) continue;
         vf_store(lanes, v);
         const int stop = n - i < 16 ? n - i : 16;
         for (int j = 0; j < stop; j++) {
@@ -110,7 +110,7 @@ static int ns_enough(const float *p, int32_t n, float least, int64_t count, doub
     int64_t entries = 0;
     double sum = 0.0;
     for (int32_t i = 0; i < n; i += 16) {
-        if (!(vf_hmax(vf_load(p + i)) >= least)) continue;
+        if (!vf_any_ge(vf_load(p + i), least)) continue;
         for (int j = 0; j < 16; j++) {
             entries += p[i + j] >= least;
             sum += p[i + j] >= least ? p[i + j] : 0.0f;
@@ -133,7 +133,7 @@ static double ns_kept_mass(const float *p, int32_t n, ns_cut cut)
 {
     double sum = (double)cut.ties * cut.least;
     for (int32_t i = 0; i < n; i += 16) {
-        if (!(vf_hmax(vf_load(p + i)) > cut.least)) continue;
+        if (!vf_any_ge(vf_load(p + i), cut.least)) continue;
         for (int j = 0; j < 16; j++) sum += p[i + j] > cut.least ? p[i + j] : 0.0f;
     }
     return sum;
@@ -144,7 +144,7 @@ static int32_t ns_draw(const float *p, int32_t n, ns_cut cut, double target)
     double sum = 0.0;
     int32_t last = 0;
     for (int32_t i = 0; i < n; i += 16) {
-        if (!(vf_hmax(vf_load(p + i)) >= cut.least)) continue;
+        if (!vf_any_ge(vf_load(p + i), cut.least)) continue;
         for (int32_t j = i; j < i + 16 && j < n; j++) {
             if (p[j] < cut.least || (p[j] == cut.least && cut.ties-- <= 0)) continue;
             sum += p[j];
@@ -182,7 +182,7 @@ static int32_t ns_sample_row(const ns_sample_rec *r, int64_t row, float *scratch
     if (cut.least > 0.0f) {
         ns_cut all = cut;
         for (int32_t i = 0; i < n; i += 16) {
-            if (!(vf_hmax(vf_load(p + i)) >= cut.least)) continue;
+            if (!vf_any_ge(vf_load(p + i), cut.least)) continue;
             for (int j = 0; j < 16; j++) {
                 if (p[i + j] < cut.least || (p[i + j] == cut.least && all.ties-- <= 0)) continue;
                 total += p[i + j];

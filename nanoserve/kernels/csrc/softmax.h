@@ -12,7 +12,8 @@ NS_INLINE int32_t ns_argmax(const float *x, int32_t n)
     for (; i + 16 <= n; i += 16) top = vf_max(vf_load(x + i), top);
     float best = vf_hmax(top);
     for (; i < n; i++) best = x[i] > best ? x[i] : best;
-    for (i = 0; i < n; i++)
+    for (i = 0; i + 16 <= n && !vf_any_ge(vf_load(x + i), best); i += 16) continue;
+    for (; i < n; i++)
         if (x[i] == best) return i;
     return 0;
 }
@@ -28,7 +29,7 @@ NS_INLINE double ns_soft_row(const float *x, int32_t n, float top, float tempera
         for (int32_t j = i; j < stop; j += 16) {
             const int count = n - j < 16 ? n - j : 16;
             vf e = vf_exp2(vf_mul(vf_sub(vf_load_n(x + j, count), shift), scale));
-            e = vf_keep(e, 0, count, 0.0f);
+            if (count < 16) e = vf_keep(e, 0, count, 0.0f);
             vf_store(p + j, e);
             part = vf_add(part, e);
         }

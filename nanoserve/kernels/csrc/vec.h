@@ -2,6 +2,7 @@
  *
  * vf  16 floats        vi  16 int32        vw  64 bytes: 16 lanes of 4 weights, or of 2 bf16
  * vf_fma(a, b, c) = a * b + c. vf_max and vf_min return b where a comparison is false, so a NaN in b survives.
+ * vf_any_ge: whether a lane is at least `least`; NaN is not.
  * vf_hadd adds lanes i and i + 8, then i and i + 4, i + 2, i + 1: one order on every path.
  * vq is a group of weights, opened from its 4 or 8 bits. vi_dot8_rows(sum, w, from, to, q, count) adds to sum[i] the
  * dot product of words from..to of each lane's 32 weights with those of q[i], for `count` <= NS_SUM_ROWS rows, exactly;

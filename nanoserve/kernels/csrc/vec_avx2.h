@@ -76,6 +76,13 @@ NS_INLINE float vf_hmax(vf x)
     return _mm_cvtss_f32(_mm_max_ss(b, _mm_shuffle_ps(b, b, 1)));
 }
 
+NS_INLINE int vf_any_ge(vf x, float least)
+{
+    const __m256 bound = _mm256_set1_ps(least);
+    __m256 any = _mm256_or_ps(_mm256_cmp_ps(x.a, bound, _CMP_GE_OQ), _mm256_cmp_ps(x.b, bound, _CMP_GE_OQ));
+    return _mm256_movemask_ps(any) != 0;
+}
+
 NS_INLINE __m256 ns_pow2_8(__m256 n)
 {
     __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));

@@ -42,6 +42,8 @@ NS_INLINE float vf_hmax(vf x)
     return _mm_cvtss_f32(_mm_max_ss(b, _mm_shuffle_ps(b, b, 1)));
 }
 
+NS_INLINE int vf_any_ge(vf x, float least) { return _mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GE_OQ) != 0; }
+
 /* 2^n for whole n in -127..128, exactly 0 at -127 and infinite at 128. */
 NS_INLINE vf vf_pow2(vf n)
 {

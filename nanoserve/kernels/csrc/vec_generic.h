@@ -75,6 +75,13 @@ NS_INLINE float vf_hmax(vf x)
     return x.f[0];
 }
 
+NS_INLINE int vf_any_ge(vf x, float least)
+{
+    int any = 0;
+    for (int i = 0; i < 16; i++) any |= x.f[i] >= least;
+    return any;
+}
+
 NS_INLINE float ns_half(uint16_t h)
 {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
