@@ -15,12 +15,12 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 #ifdef __x86_64__
 #include <xmmintrin.h>
 #endif
 
+#include "cores.h"
 #include "jobs.h"
 #include "wait.h"
 
@@ -68,13 +68,6 @@ static void ns_default_rounding(void)
 #ifdef __x86_64__
     _mm_setcsr(0x1f80);
 #endif
-}
-
-static int64_t ns_now(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
 static void ns_open(ns_pool *pool, const ns_record *record, int64_t jobs, int64_t grain)
@@ -149,6 +142,7 @@ static void ns_advance(ns_pool *pool, const ns_worker *worker)
 static void ns_serve(ns_pool *pool, const ns_worker *worker)
 {
     uint64_t ticket = atomic_load_explicit(&pool->ticket, memory_order_acquire);
+    int32_t left_out = 0;
     for (;;) {
         const uint32_t turn = (uint32_t)(ticket >> 32);
         const int64_t jobs = (int64_t)(uint32_t)ticket;
@@ -168,6 +162,8 @@ static void ns_serve(ns_pool *pool, const ns_worker *worker)
         if (record) ns_kernel_table[record->head.op](record, worker, begin, jobs);
         if (atomic_fetch_sub_explicit(&pool->left, jobs - begin, memory_order_acq_rel) == jobs - begin)
             ns_advance(pool, worker);
+        else if (begin == 0)
+            ns_offer_core(&left_out);
         ticket = atomic_load_explicit(&pool->ticket, memory_order_acquire);
     }
 }
@@ -178,6 +174,7 @@ static void *ns_thread(void *argument)
     ns_pool *pool = seat->pool;
     uint32_t seen = 0;
     ns_default_rounding();
+    ns_keep_core(seat->worker.index, pool->threads);
     for (;;) {
         ns_word_wait(&pool->launch, seen, 0);
         seen = ns_word_get(&pool->launch);
