@@ -37,6 +37,8 @@ TICK_SECONDS = 0.1
 IDLE_TICK_SECONDS = 1.0
 PLAN_AHEAD_AT = 0.7
 """Of a step's expected duration: what is left is for planning the next one."""
+SLOWER = 1.1
+"""How many times as long as the one before it a step is expected to take at most."""
 STUCK_SECONDS = 120.0
 """A step or a recording that takes longer makes the engine unready; no shape of a supported model takes so long."""
 
@@ -381,4 +383,6 @@ class AsyncEngine:
             self._busy_since = None
             if following is None:
                 return undelivered
-            plan, started, expected = following, following_started, outcome.seconds
+            # One slow step must not let the next ones end before they are followed.
+            expected = min(outcome.seconds, expected * SLOWER or outcome.seconds)
+            plan, started = following, following_started
