@@ -24,7 +24,7 @@ from heapq import heapify, heappop, heappush
 
 from nanoserve import __version__
 from nanoserve.admission import Admission, Limits
-from nanoserve.async_engine import PLAN_AHEAD_AT
+from nanoserve.async_engine import PLAN_AHEAD_AT, SLOWER
 from nanoserve.blocks import BlockPool, blocks_for
 from nanoserve.budget import StepBudget
 from nanoserve.config import choose_step_rows
@@ -156,8 +156,8 @@ class _Simulation:
 
     def _run_from(self, first: StepPlan, ready: list[Sequence], now: float) -> tuple[list[Sequence], float]:
         """Run a step, planned `now`, and those that are planned ahead of its end and theirs; (who got a token in the
-        last one, its end). As `AsyncEngine` does, the first one's successor is planned at once, and every other when so
-        much of a step has passed as the one before it took."""
+        last one, its end). As in `AsyncEngine`, the first one's successor is planned at once, every other when most of the
+        time has passed that its step is expected to take."""
         plan, expected = self._planned(first, now), 0.0
         while True:
             form = self._former.form(plan)
@@ -174,7 +174,7 @@ class _Simulation:
             now = ended
             if following is None:
                 return ready, now
-            plan, expected = following, seconds
+            plan, expected = following, min(seconds, expected * SLOWER or seconds)
 
     def _plan_ahead(self, at: float, ended: float) -> StepPlan | None:
         """The step after the one in flight, if it is planned, at second `at`, before that one has `ended`."""
