@@ -156,8 +156,8 @@ class _Simulation:
 
     def _run_from(self, first: StepPlan, ready: list[Sequence], now: float) -> tuple[list[Sequence], float]:
         """Run a step, planned `now`, and those that are planned ahead of its end and theirs; (who got a token in the
-        last one, its end). As in `AsyncEngine`, the first one's successor is planned at once, every other when most of the
-        time has passed that its step is expected to take."""
+        last one, its end). As in `AsyncEngine`, the first one's successor is planned at once, every other when most of
+        the time has passed that its step is expected to take."""
         plan, expected = self._planned(first, now), 0.0
         while True:
             form = self._former.form(plan)
