@@ -10,6 +10,9 @@ FIXED_ROWS = 8
 """What a step costs before its first row (mostly the weights' way through memory), in decode rows."""
 RATE = 0.3
 """How far a step's cost moves what the next one is expected to cost, if it has nothing but the rows in question."""
+LEARN_AFTER = 16
+"""Steps of decode rows and prompts in a row, after which one has no prompts: what decode rows cost cannot be told from
+steps of both, and prompts that are taken for dear are given so few rows that there are no other steps."""
 SURPRISE = 4.0
 """A step that takes this many times what was expected met something else: a recording, a busy machine."""
 
@@ -19,14 +22,16 @@ class RowCosts:
 
         decode_row * (decode rows + FIXED_ROWS) + prefill_row * prompt rows
 
-    Steps without prompts tell the first; in a step with prompts, what the decode rows should take is theirs and the
-    rest is the prompts'. So a context that grows, which makes its prompt's rows dearer, is not held against decoding.
-    Zero before the first step.
+    Steps without prompts tell the first, the more the longer there was none; in a step with prompts, what the decode
+    rows should take is theirs and the rest is the prompts'. So a context that grows, which makes its prompt's rows
+    dearer, is not held against decoding. Zero before the first step.
     """
 
     def __init__(self) -> None:
         self.decode_row = 0.0
         self.prefill_row = 0.0
+        self.mixed_steps = 0
+        """Steps of both kinds of rows since the last one of decode rows alone."""
 
     def decode_seconds(self, decode_rows: int) -> float:
         """What a step of these rows alone should take."""
@@ -35,13 +40,16 @@ class RowCosts:
     def observe(self, decode_rows: int, prefill_rows: int, seconds: float) -> None:
         """A step of these rows took `seconds`."""
         weight = decode_rows + FIXED_ROWS
+        mixed_steps = self.mixed_steps
+        self.mixed_steps = mixed_steps + bool(decode_rows) if prefill_rows else 0
         if not self.prefill_row:
             self.decode_row = self.prefill_row = seconds / (weight + prefill_rows)
             return
         decode = self.decode_seconds(decode_rows)
         seconds = min(seconds, SURPRISE * (decode + self.prefill_row * prefill_rows))
         if not prefill_rows:
-            self.decode_row += RATE * (seconds / weight - self.decode_row)
+            rate = max(RATE, mixed_steps / (mixed_steps + LEARN_AFTER / 2))
+            self.decode_row += rate * (seconds / weight - self.decode_row)
             return
         share = prefill_rows / (weight + prefill_rows)
         rest = max(seconds - decode, seconds * share / 4)  # a decode cost that is out of date must not leave nothing
@@ -61,11 +69,14 @@ class StepBudget:
         self.costs = RowCosts()
 
     def prefill_rows(self, decode_rows: int) -> int:
-        """The most prompt rows of a step with this many decode rows: all that are left where nobody decodes."""
+        """The most prompt rows of a step with this many decode rows: all that are left where nobody decodes, and none
+        in one that is to tell what decoding takes."""
         room = self.max_step_rows - decode_rows
         costs = self.costs
         if self.gap_seconds is None or not decode_rows or not costs.prefill_row:
             return room
+        if costs.mixed_steps >= LEARN_AFTER:
+            return 0
         seconds = max(self.gap_seconds, costs.decode_seconds(decode_rows))
         return max(1, int(min(room, seconds / costs.prefill_row)))
 
