@@ -89,7 +89,7 @@ def test_nothing_is_bounded_before_a_step_was_measured_or_without_a_bound() -> N
 
 
 def test_under_prompts_without_end_a_budget_learns_what_more_decode_rows_cost() -> None:
-    """One sequence decoded for long; then 32 do, for whom it is dearer than their number says, and prompts never end."""
+    """One sequence decoded for long; then 32 do, which is dearer than their number says, and prompts never end."""
     alone, crowd = Machine(0.0008, 0.0014), Machine(0.0017, 0.0014)
     budget = StepBudget(512, gap_seconds=0.05)
     budget.observe(0, 100, alone.seconds(0, 100))
