@@ -37,7 +37,8 @@ POLL_SECONDS = 0.01
 
 @dataclass(slots=True)
 class Measured:
-    """What clients saw. A gap lies between two deltas; the first token's time is the engine's own."""
+    """What clients saw, from the first arrival. A gap lies between two deltas; the first token's time is the engine's
+    own."""
 
     started: float = 0.0
     ended: float = 0.0
@@ -69,6 +70,7 @@ async def _serve(boot: Boot, metrics: Metrics, load: Load, vocab_size: int, limi
         async with asyncio.TaskGroup() as group:
             for seconds, index in load.opening():
                 group.create_task(client.chain(done, seconds, index))
+        done.started += min(seconds for seconds, _ in load.opening())
         return done
 
 
