@@ -1,8 +1,8 @@
 /* Sharing attention out: the plan of a step, and the jobs of a layer.
  *
  * Consecutive rows of one sequence form a group, which reads K and V once per K/V head. Where there are too few groups
- * to keep the threads busy, a group's splits of keys are tasks of their own; the last one to finish merges them all, in
- * the order in which a single thread would have.
+ * to keep the threads busy, or one of them is most of the work, a group's splits of keys are tasks of their own; the last
+ * one to finish merges them all, in the order in which a single thread would have.
  */
 #include "attention_split.h"
 #include "quantise.h"
@@ -26,9 +26,14 @@ void ns_run_plan(const ns_record *record, const ns_worker *worker, int64_t begin
             plan->group[plan->groups++] = (ns_row_group){row, 1, lens, 0};
         }
     }
-    if (worker->threads == 1 || plan->groups * r->kv_heads >= 4 * worker->threads) return;
-    if (plan->groups * r->kv_heads > NS_PLAN_TASKS) return;
-    int64_t tasks = 0, partials = 0;
+    int64_t all = 0, most = 0, tasks = 0, partials = 0;
+    for (int32_t g = 0; g < plan->groups; g++) {
+        const int64_t work = (int64_t)plan->group[g].rows * plan->group[g].longest;
+        all += work;
+        most = work > most ? work : most;
+    }
+    const int even = 2 * worker->threads * most <= all && plan->groups * r->kv_heads >= 4 * worker->threads;
+    if (worker->threads == 1 || even || plan->groups * r->kv_heads > NS_PLAN_TASKS) return;
     for (int32_t g = 0; g < plan->groups; g++) {
         const int64_t splits = ns_ceil_div(plan->group[g].longest, NS_SPLIT);
         plan->group[g].partial = (int32_t)partials;
