@@ -43,6 +43,12 @@ STUCK_SECONDS = 120.0
 """A step or a recording that takes longer makes the engine unready; no shape of a supported model takes so long."""
 
 
+def expect(expected: float, took: float) -> float:
+    """Seconds of the step after one that was expected to take `expected` (0: nothing was known) and `took`. One slow
+    step must not let the next ones end before they are followed."""
+    return min(took, expected * SLOWER or took)
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """See `server.seam.Snapshot`. The two documents are made when they are read: every request takes a snapshot, and
@@ -383,6 +389,4 @@ class AsyncEngine:
             self._busy_since = None
             if following is None:
                 return undelivered
-            # One slow step must not let the next ones end before they are followed.
-            expected = min(outcome.seconds, expected * SLOWER or outcome.seconds)
-            plan, started = following, following_started
+            plan, started, expected = following, following_started, expect(expected, outcome.seconds)

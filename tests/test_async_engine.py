@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanoserve.admission import Limits
-from nanoserve.async_engine import AsyncEngine
+from nanoserve.async_engine import AsyncEngine, expect
 from nanoserve.boot import BootProgress, Report
 from nanoserve.errors import (
     ContextLengthExceeded,
@@ -368,3 +368,9 @@ def test_live_events_say_degraded_when_the_engine_serves_less_than_it_promises()
 
     event = run(main())
     assert (event["type"], event["stage"]) == ("boot", "degraded")
+
+
+def test_a_slow_step_hardly_moves_what_the_next_is_expected_to_take() -> None:
+    assert expect(0.0, 0.02) == 0.02, "nothing was known"
+    assert expect(0.01, 0.03) == pytest.approx(0.011)
+    assert expect(0.01, 0.004) == 0.004

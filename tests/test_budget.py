@@ -41,7 +41,7 @@ def test_rows_never_exceed_the_step_and_a_prompt_always_gets_one(
     decoding: int, more: int, gap: float, decode_row: float, prefill_row: float
 ) -> None:
     budget = learnt(Machine(decode_row, prefill_row), StepBudget(64 + more, gap_seconds=gap), steps=6)
-    if decoding < budget.max_step_rows and budget.costs.mixed_steps < LEARN_AFTER:
+    if decoding < budget.max_step_rows:
         assert 1 <= budget.prefill_rows(decoding) <= budget.max_step_rows - decoding
     assert budget.prefill_rows(0) == budget.max_step_rows
 

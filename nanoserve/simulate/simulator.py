@@ -24,7 +24,7 @@ from heapq import heapify, heappop, heappush
 
 from nanoserve import __version__
 from nanoserve.admission import Admission, Limits
-from nanoserve.async_engine import PLAN_AHEAD_AT, SLOWER
+from nanoserve.async_engine import PLAN_AHEAD_AT, expect
 from nanoserve.blocks import BlockPool, blocks_for
 from nanoserve.budget import StepBudget
 from nanoserve.config import choose_step_rows
@@ -174,7 +174,7 @@ class _Simulation:
             now = ended
             if following is None:
                 return ready, now
-            plan, expected = following, min(seconds, expected * SLOWER or seconds)
+            plan, expected = following, expect(expected, seconds)
 
     def _plan_ahead(self, at: float, ended: float) -> StepPlan | None:
         """The step after the one in flight, if it is planned, at second `at`, before that one has `ended`."""
