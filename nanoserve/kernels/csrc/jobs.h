@@ -45,7 +45,7 @@ static inline ns_share ns_share_of(const ns_record *record, int32_t threads)
     case NS_OP_LOGPROBS: return ns_rows_share(rows, record->logprobs.vocab, threads);
     case NS_OP_LINEAR: return ns_linear_share(&record->linear, rows, threads);
     case NS_OP_ATTENTION: {
-        /* The heads of a group, or of its split, lie side by side in memory: a thread takes all where there are enough. */
+        /* The heads of a group, or of its split, lie side by side: a thread takes all where there are enough. */
         const ns_plan *plan = record->attention.plan;
         const int32_t heads = record->attention.kv_heads, units = plan->tasks ? plan->tasks : plan->groups;
         return (ns_share){(int64_t)units * heads, units >= 4 * threads ? heads : 1, 0};
