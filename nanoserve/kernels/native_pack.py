@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -59,14 +60,32 @@ class StackedMatrix:
         return sum(part.nbytes for part in self.parts)
 
 
+Take = Callable[[int, int], Tensor]
+"""Room for `[rows, row bytes]` uint8 of weights."""
+
+
+def _own(rows: int, row_bytes: int) -> Tensor:
+    return torch.empty((rows, row_bytes), dtype=torch.uint8)
+
+
 def stack(parts: Sequence[PackedMatrix]) -> PackedMatrix | StackedMatrix:
-    """One matrix of all outputs, in order: one to the kernels too wherever its tiles can follow one another."""
+    """One matrix of all outputs, in order: one to the kernels too wherever its tiles can follow one another. Nothing is
+    copied where they do so in memory already."""
     whole = all(part.kind == parts[0].kind for part in parts) and not any(part.rows % LANES for part in parts[:-1])
     if not whole:
         return StackedMatrix(tuple(parts))
     if len(parts) == 1:
         return parts[0]
-    data = torch.from_numpy(np.concatenate([part.data.numpy() for part in parts]))
+    first, tiles = parts[0].data, sum(len(part.data) for part in parts)
+    joined = first.untyped_storage().data_ptr()
+    side_by_side = all(part.data.untyped_storage().data_ptr() == joined for part in parts) and all(
+        left.data.data_ptr() + left.nbytes == right.data.data_ptr() for left, right in pairwise(parts)
+    )
+    data = (
+        first.as_strided((tiles, first.shape[1]), first.stride())
+        if side_by_side
+        else torch.cat([part.data for part in parts])
+    )
     return PackedMatrix(parts[0].kind, sum(part.rows for part in parts), parts[0].cols, data)
 
 
@@ -80,8 +99,19 @@ class Groups:
     scales: tuple[Halves | Floats, ...]
 
 
+def packed_bytes(rows: int, cols: int) -> int:
+    """No matrix of that many rows and columns, packed, is larger."""
+    return -(-rows // LANES) * LANES * (cols + 2 * GROUP) * 4
+
+
 def pack_gguf(
-    raw: Bytes, type_name: str, rows: int, cols: int, order: npt.NDArray[np.int64] | None = None
+    raw: Bytes,
+    type_name: str,
+    rows: int,
+    cols: int,
+    order: npt.NDArray[np.int64] | None = None,
+    *,
+    take: Take = _own,
 ) -> PackedMatrix:
     """Repack a GGUF tensor's bytes; `order` takes its rows in another order (undoing Llama's interleaved heads).
 
@@ -97,13 +127,13 @@ def pack_gguf(
     for part in parts:
         groups = _READERS[type_name](blocks[part] if order is None else blocks[order[part]])
         if packed is None:
-            packed = torch.empty((-(-rows // LANES), _tile_bytes(groups)), dtype=torch.uint8)
+            packed = take(-(-rows // LANES), _tile_bytes(groups))
         _fill(packed.numpy()[part.start // LANES : -(-part.stop // LANES)], groups)
     assert packed is not None, "a matrix without rows"
     return PackedMatrix(groups.kind, rows, cols, packed)
 
 
-def pack_dense(weight: Tensor) -> PackedMatrix:
+def pack_dense(weight: Tensor, *, take: Take = _own) -> PackedMatrix:
     """`[rows, cols]` fp32, fp16 or bf16, kept as it is."""
     rows, cols = weight.shape
     kind = {torch.float32: Kind.F32, torch.float16: Kind.F16, torch.bfloat16: Kind.BF16}[weight.dtype]
@@ -117,7 +147,9 @@ def pack_dense(weight: Tensor) -> PackedMatrix:
         packed = padded.view(tiles, LANES, depth // 2, 2).permute(0, 2, 1, 3)
     else:
         packed = padded.view(tiles, LANES, depth).permute(0, 2, 1)
-    return PackedMatrix(kind, rows, cols, packed.contiguous().view(torch.uint8).reshape(tiles, -1))
+    data = take(tiles, depth * LANES * weight.itemsize)
+    data.view(weight.dtype).view(packed.shape).copy_(packed)
+    return PackedMatrix(kind, rows, cols, data)
 
 
 def unpack(matrix: PackedMatrix) -> Tensor:

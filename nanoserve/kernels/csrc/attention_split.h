@@ -21,7 +21,7 @@ typedef struct {
     int32_t *lo, *hi; /* the keys of the split a query sees */
 } ns_queries;
 
-enum { NS_SPLIT_BLOCKS = NS_SPLIT / NS_BLOCK, NS_AHEAD = 4 };
+enum { NS_SPLIT_BLOCKS = NS_SPLIT / NS_BLOCK, NS_AHEAD = NS_SPLIT_BLOCKS };
 
 /* A split's blocks, and the first few after them, which are only fetched ahead. */
 typedef struct {
@@ -44,8 +44,8 @@ NS_INLINE void ns_score_tile(const ns_queries *s, const ns_blocks *blocks, int32
         vw k[NS_TILE_BLOCKS];
         for (int j = 0; j < nb; j++) k[j] = vw_load(keys[j] + pair * 32);
         for (int j = 0; first == 0 && j < nb; j++) {
-            ns_prefetch(blocks->values[b + j] + pair * 32);
-            ns_prefetch(keys[NS_AHEAD + j] + pair * 32);
+            ns_prefetch_far(blocks->values[b + j] + pair * 32);
+            ns_prefetch_far(keys[NS_AHEAD + j] + pair * 32);
         }
         for (int i = 0; i < nq; i++)
             for (int j = 0; j < nb; j++) acc[i][j] = vf_dot_pair(acc[i][j], k[j], q[i] + 2 * pair);

@@ -21,7 +21,7 @@ static inline ns_share ns_rows_share(int32_t rows, int64_t row_cost, int32_t thr
 static inline ns_share ns_linear_share(const ns_linear_rec *r, int32_t rows, int32_t threads)
 {
     const int32_t units = r->gate < 0 ? ns_ceil_div(r->w.rows, NS_LANES) : ns_ceil_div(r->w.rows / 2, NS_GROUP);
-    const int64_t jobs = (int64_t)units * ns_ceil_div(rows, NS_ROW_SPAN), grain = units / (threads * 4);
+    const int64_t jobs = (int64_t)units * ns_ceil_div(rows, NS_ROW_SPAN), grain = units / (threads * 2);
     return (ns_share){jobs, grain < 1 ? 1 : grain, 0};
 }
 

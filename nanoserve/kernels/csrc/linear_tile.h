@@ -14,6 +14,16 @@ typedef struct {
     int32_t groups;
 } ns_linear_plan;
 
+/* Fetches what a pass of `count` rows will need. A pass of few rows is as fast as the memory: there the core's own
+ * prefetcher runs ahead, and lines fetched into the first-level cache would take the few misses it can have under way. */
+NS_INLINE void ns_fetch_ahead(const uint8_t *from, int bytes, const int count)
+{
+    if (count < NS_FAR_BELOW)
+        for (int at = 0; at < bytes; at += 128) ns_prefetch_far(from + at);
+    else
+        for (int at = 0; at < bytes; at += 64) ns_prefetch(from + at);
+}
+
 /* What an unsigned weight's zero point takes away, before anything is added. */
 NS_INLINE vi ns_dot_start(const ns_qgroup *x, int lane, int kind)
 {
@@ -63,8 +73,7 @@ NS_INLINE void ns_quant_tile(const ns_linear_plan *plan, const uint8_t *tile, co
     for (int32_t g = 0; g < plan->groups; g++) {
         const uint8_t *quants = tile + ns_quants_at(kind, g), *scales = tile + ns_scales_at(kind, g);
         vq w = ns_is_4bit(kind) ? vq_open4(quants) : vq_open8(quants);
-        for (int line = 0; line < ns_quant_bytes(kind) + ns_scale_bytes(kind); line += 64)
-            ns_prefetch(quants + NS_PREFETCH + line);
+        ns_fetch_ahead(quants + NS_PREFETCH, ns_quant_bytes(kind) + ns_scale_bytes(kind), count);
         vf d = ns_scales(scales, kind, 0), m = d;
         if (ns_has_min(kind) || kind == NS_Q8G) m = ns_scales(scales, kind, 1);
 #pragma GCC unroll 16

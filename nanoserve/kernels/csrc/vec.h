@@ -11,6 +11,8 @@
  * ns_operand is what attention holds queries and probabilities in; vf_dot_pair(acc, w, x) adds the products of a pair
  * of them with pairs of bf16, the first of each first. vf_dot_bf16: with a pair of bf16.
  * NS_TILE_*: how many accumulators of each kind the register file holds.
+ * ns_prefetch fetches a line into the first-level cache, ns_prefetch_far into the second: more of those can be under way.
+ * NS_FAR_BELOW: a linear's passes of fewer rows leave the first-level cache to the core's own prefetcher.
  */
 #ifndef NS_VEC_H
 #define NS_VEC_H

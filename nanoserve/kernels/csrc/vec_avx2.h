@@ -13,6 +13,7 @@ typedef struct { const uint8_t *quants; } vq;
 #define NS_TILE_DIMS 1
 #define NS_DOT8_BIASED 0
 #define NS_SUM_ROWS 4
+#define NS_FAR_BELOW 0
 
 /* Emits nothing. The compiler would compute products long before it has registers for them. */
 #define NS_IN_ORDER(a, b) __asm__ volatile("" : "+x"(a), "+x"(b))
@@ -216,6 +217,7 @@ NS_INLINE vw vw_and(vw x, uint32_t mask)
 }
 
 NS_INLINE void ns_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
+NS_INLINE void ns_prefetch_far(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }
 
 /* The rounded products as int32; 0 for NaN, whose group is NaN by its scale. */
 NS_INLINE __m256i ns_round8(const float *x, __m256 scale)

@@ -11,6 +11,7 @@ typedef __m512i vw;
 #define NS_TILE_DIMS 4
 #define NS_DOT8_BIASED 1
 #define NS_SUM_ROWS 1
+#define NS_FAR_BELOW 8
 
 NS_INLINE vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
 NS_INLINE void vf_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
@@ -129,6 +130,7 @@ NS_INLINE vf vf_dot_bf16(vf acc, vw w, uint32_t pair)
 
 NS_INLINE vw vw_and(vw x, uint32_t mask) { return _mm512_and_si512(x, _mm512_set1_epi32((int32_t)mask)); }
 NS_INLINE void ns_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
+NS_INLINE void ns_prefetch_far(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }
 
 /* round(x * scale) as int8 for 32 values in -127.5..127.5, and the sums of either half. */
 NS_INLINE void ns_round32(const float *x, float scale, int8_t *q, int32_t sums[2])

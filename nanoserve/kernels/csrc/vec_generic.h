@@ -13,6 +13,7 @@ typedef float ns_operand;
 #define NS_TILE_DIMS 1
 #define NS_DOT8_BIASED 1
 #define NS_SUM_ROWS 1
+#define NS_FAR_BELOW 0
 #define NS_EACH(expression) for (int i = 0; i < 16; i++) out.f[i] = (expression); return out
 
 NS_INLINE float ns_fma1(float a, float b, float c)
@@ -149,6 +150,7 @@ NS_INLINE vw vw_and(vw x, uint32_t mask)
 }
 
 NS_INLINE void ns_prefetch(const void *p) { (void)p; }
+NS_INLINE void ns_prefetch_far(const void *p) { (void)p; }
 
 NS_INLINE void ns_round32(const float *x, float scale, int8_t *q, int32_t sums[2])
 {
