@@ -28,14 +28,14 @@ NS_INLINE void ns_fetch_ahead(const uint8_t *from, int bytes, const int count)
 NS_INLINE vi ns_dot_start(const ns_qgroup *x, int lane, int kind)
 {
     if (kind == NS_Q4Z) return vi_set1(x->z8[lane]);
-    if (kind == NS_Q8Z && NS_DOT8_BIASED) return vi_set1(x->z128[0][lane] + x->z128[1][lane]);
+    if (kind == NS_Q8Z && NS_DOT8_BIASED) return vi_set1(x->z128[lane]);
     return vi_zero();
 }
 
 /* An AVX2 dot8 reads stored weights as signed, so an unsigned 8-bit kind adds 128 per weight back. */
 NS_INLINE vi ns_dot_unsigned_start(const ns_qgroup *x, int lane)
 {
-    return NS_DOT8_BIASED ? vi_zero() : vi_set1(-x->z128[0][lane] - x->z128[1][lane]);
+    return NS_DOT8_BIASED ? vi_zero() : vi_set1(-x->z128[lane]);
 }
 
 /* acc[i] += the products of one group of 16 outputs with row `lane` + i, for `count` rows. */
@@ -45,7 +45,10 @@ NS_INLINE void ns_group_rows(vf *acc, vq w, vf d, vf m, const ns_qgroup *x, int 
     vi sum[NS_SUM_ROWS];
     if (kind == NS_Q8G) {
         for (int half = 0; half < 2; half++) {
-            for (int i = 0; i < count; i++) sum[i] = NS_DOT8_BIASED ? vi_set1(x->z128[half][lane + i]) : vi_zero();
+            for (int i = 0; i < count; i++) {
+                const int32_t first = x->z128_first[lane + i], zero = half ? x->z128[lane + i] - first : first;
+                sum[i] = NS_DOT8_BIASED ? vi_set1(zero) : vi_zero();
+            }
             vi_dot8_rows(sum, w, 4 * half, 4 * half + 4, q, count);
             for (int i = 0; i < count; i++)
                 acc[i] = vf_fma(vf_mul(half ? m : d, vf_set1(x->dx[lane + i])), vi_float(sum[i]), acc[i]);

@@ -71,14 +71,15 @@ typedef struct {
     const void *data;
 } ns_matrix;
 
-/* One group of 32 inputs of 16 activation rows. x = dx * q; sx = dx * sum(q); the z are what a zero point of 8, or of
- * 128 in either half of the group, subtracts from the integer dot product. A buffer is [ceil(rows/16)][cols/32]. */
+/* One group of 32 inputs of 16 activation rows. x = dx * q; sx = dx * sum(q); the z are what a zero point of 8, of 128, or
+ * of 128 in the first half of the group, adds to the integer dot product. A buffer is [ceil(rows/16)][cols/32]. */
 typedef struct {
     int8_t q[NS_ROWS][NS_GROUP];
     float dx[NS_ROWS];
     float sx[NS_ROWS];
     int32_t z8[NS_ROWS];
-    int32_t z128[2][NS_ROWS];
+    int32_t z128[NS_ROWS];
+    int32_t z128_first[NS_ROWS];
 } ns_qgroup;
 
 /* First member of every record. `live` may be null: then all `rows` are. */

@@ -19,8 +19,8 @@ NS_INLINE void ns_quantise(ns_qgroup *out, int32_t row, const float *x)
     out->dx[lane] = scale;
     out->sx[lane] = scale * (float)(sums[0] + sums[1]);
     out->z8[lane] = -8 * (sums[0] + sums[1]);
-    out->z128[0][lane] = -128 * sums[0];
-    out->z128[1][lane] = -128 * sums[1];
+    out->z128[lane] = -128 * (sums[0] + sums[1]);
+    out->z128_first[lane] = -128 * sums[0];
 }
 
 NS_INLINE void ns_quantise_row(ns_qgroup *quants, int32_t row, const float *x, int32_t cols)

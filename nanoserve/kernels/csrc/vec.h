@@ -44,8 +44,8 @@ NS_INLINE int32_t ns_four(const int8_t *q)
 #include "vec_generic.h"
 #endif
 
-#if NS_SUM_ROWS == 1
-/* A group of weights, opened once into registers for all rows. */
+#if !defined(NS_ISA_AVX2) /* which has too few registers for this */
+/* A group of weights, opened once into registers for all rows; the rows take turns, since each adds up one long chain. */
 typedef struct { vw w[8]; } vq;
 
 NS_INLINE vq vq_open4(const uint8_t *quants)
@@ -68,8 +68,8 @@ NS_INLINE vq vq_open8(const uint8_t *quants)
 
 NS_INLINE void vi_dot8_rows(vi *sum, vq w, int from, int to, const int8_t (*q)[32], const int count)
 {
-    for (int i = 0; i < count; i++)
-        for (int v = from; v < to; v++) sum[i] = vi_dot8(sum[i], w.w[v], ns_four(q[i] + 4 * v));
+    for (int v = from; v < to; v++)
+        for (int i = 0; i < count; i++) sum[i] = vi_dot8(sum[i], w.w[v], ns_four(q[i] + 4 * v));
 }
 
 NS_INLINE void vi_dot4_rows(vi *sum, vq w, const int8_t (*q)[32], const int count)
