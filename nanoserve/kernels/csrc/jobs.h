@@ -17,12 +17,12 @@ static inline ns_share ns_rows_share(int32_t rows, int64_t row_cost, int32_t thr
     return (ns_share){rows, grain < 1 ? 1 : grain, rows * row_cost < 4096};
 }
 
-/* Few jobs, so that each streams a long stretch of weights: a thread that jumps about loses the prefetcher. */
+/* Few grains, so that each streams a long stretch of weights: a thread that jumps about loses the prefetcher. */
 static inline ns_share ns_linear_share(const ns_linear_rec *r, int32_t rows, int32_t threads)
 {
     const int32_t units = r->gate < 0 ? ns_ceil_div(r->w.rows, NS_LANES) : ns_ceil_div(r->w.rows / 2, NS_GROUP);
-    const int64_t jobs = (int64_t)units * ns_ceil_div(rows, NS_ROW_SPAN), grain = units / (threads * 2);
-    return (ns_share){jobs, grain < 1 ? 1 : grain, 0};
+    const int64_t spans = ns_ceil_div(rows, ns_row_span(rows, threads)), grain = units / (threads * 2);
+    return (ns_share){units * spans, grain < 1 ? 1 : grain, 0};
 }
 
 static inline ns_share ns_share_of(const ns_record *record, int32_t threads)

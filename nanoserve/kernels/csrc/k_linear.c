@@ -49,11 +49,11 @@ void ns_run_linear(const ns_record *record, const ns_worker *worker, int64_t beg
     const int32_t rows = ns_rows(&r->head);
     const int32_t units = r->gate < 0 ? ns_ceil_div(r->w.rows, NS_LANES) : ns_ceil_div(r->w.rows / 2, NS_GROUP);
     const ns_linear_plan plan = {r, ns_tile_bytes(r->w.kind, r->w.cols), r->w.cols / NS_GROUP};
-    (void)worker;
+    const int32_t span = ns_row_span(rows, worker->threads);
     for (int64_t job = begin; job < end; job++) {
-        const int64_t start = job / units * NS_ROW_SPAN;
+        const int64_t start = job / units * span;
         const int32_t unit = (int32_t)(job % units);
-        const int64_t stop = start + NS_ROW_SPAN < rows ? start + NS_ROW_SPAN : rows;
+        const int64_t stop = start + span < rows ? start + span : rows;
         for (int64_t row = start; row < stop; row += NS_ROWS) {
             const int count = stop - row < NS_ROWS ? (int)(stop - row) : NS_ROWS;
             if (r->gate < 0)

@@ -16,7 +16,7 @@ typedef struct {
     size_t scratch_bytes;
 } ns_worker;
 
-/* Runs jobs begin <= job < end of a record; which jobs a record has is ns_jobs_of. */
+/* Runs jobs begin <= job < end of a record; which jobs a record has is ns_share_of (jobs.h). */
 typedef void (*ns_kernel)(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end);
 
 /* By ns_op. */
@@ -74,6 +74,14 @@ static inline int32_t ns_rows(const ns_head *head)
 
 static inline int32_t ns_ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b; }
 
-enum { NS_ROW_SPAN = 128 }; /* activation rows one linear job takes: what a core's own cache holds */
+enum { NS_ROW_SPAN = 128 }; /* activation rows one linear job takes at most: what a core's own cache holds */
+
+/* Activation rows one linear job takes. Where every thread has 16 of its own or more, a job is for a part of the rows: a
+ * thread then computes what it reads in the next record, and the weights are read once for each part. */
+static inline int32_t ns_row_span(int32_t rows, int32_t threads)
+{
+    const int32_t span = ns_ceil_div(rows, NS_ROWS * threads) * NS_ROWS;
+    return rows < NS_ROWS * threads || span > NS_ROW_SPAN ? NS_ROW_SPAN : span;
+}
 
 #endif

@@ -1,4 +1,4 @@
-/* Linear layers. A job is one tile of outputs (two gate and two up tiles where it is gated) for NS_ROW_SPAN rows.
+/* Linear layers. A job is one tile of outputs (two gate and two up tiles where it is gated) for ns_row_span() rows.
  *
  * Integer sums are exact, so only the order of a row's float operations matters: group by group, scale times sum, then
  * the minimum's share. It is the same for every number of rows, and for every instruction set with fused multiply-add.

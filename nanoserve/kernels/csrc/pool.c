@@ -1,11 +1,12 @@
 /* Threads and the sharing of jobs.
  *
- * A launch wakes the threads once. One record at a time is open: threads take its jobs until there are none, and whoever
- * finishes the last one runs the records that follow, as long as those are too small to share, and opens the next that is
- * not. A record is over when its jobs are, not when every thread has come by: a core that the machine lends to somebody
- * else delays the job its thread is in, and nothing if it is in none. Waiting for the next record spins for some hundreds of
- * microseconds before it sleeps, since waking a thread takes longer than most records do; with nothing launched every
- * thread sleeps.
+ * A launch wakes the threads once. One record at a time is open: threads take its jobs until there are none, half of the
+ * threads from the first job on and half from the last one down, so that a thread has about the same part of every record
+ * and finds in its own cache what it wrote before. Whoever finishes the last job runs the records that follow, as long as
+ * those are too small to share, and opens the next that is not. A record is over when its jobs are, not when every thread
+ * has come by: a core that the machine lends to somebody else delays the job its thread is in, and nothing if it is in
+ * none. Waiting for the next record spins for some hundreds of microseconds before it sleeps, since waking a thread takes
+ * longer than most records do; with nothing launched every thread sleeps.
  *
  * A second launch may be made while one runs: it begins when the first is over, without anyone having slept.
  */
@@ -25,6 +26,7 @@
 #include "wait.h"
 
 enum { NS_MAX_THREADS = 256, NS_MAX_SEGMENTS = 8, NS_MAX_LAUNCHES = 2, NS_SPINS = 20000, NS_LINE = 64 };
+enum { NS_MAX_GRAINS = 0xffff };
 
 typedef struct {
     ns_segment segments[NS_MAX_SEGMENTS];
@@ -38,8 +40,9 @@ typedef struct {
     pthread_t thread;
 } ns_seat;
 
-/* `ticket` is the open record's turn in its high half and the jobs nobody has taken in its low one. Who has taken a job
- * may read `record` until it has given the job back through `left`: before that no other record can be open. */
+/* `ticket` is the open record's turn in its high half and, in its low one, which grains of jobs nobody has taken: from one
+ * (16 bits) to before another. Who has taken a grain may read `record`, `jobs` and `grain` until it has given it back
+ * through `left`: before that no other record can be open. */
 struct ns_pool {
     int32_t threads;
     ns_seat *seats;
@@ -54,9 +57,10 @@ struct ns_pool {
     _Atomic int32_t open;    /* launches whose end has not been told */
     _Atomic int32_t running; /* records are left */
     _Atomic(const ns_record *) record; /* null: a launch, which is one empty job */
-    _Atomic int64_t grain;
+    _Atomic int64_t jobs;
+    _Atomic int64_t grain; /* jobs that are taken at a time */
     _Alignas(NS_LINE) _Atomic uint64_t ticket;
-    _Alignas(NS_LINE) _Atomic int64_t left; /* jobs of the open record that are not over */
+    _Alignas(NS_LINE) _Atomic int64_t left; /* grains of the open record that are not over */
     ns_word launch; /* changes when there is a program */
     ns_word turn;   /* changes when the next record is open */
     ns_word done;   /* changes when a program is over */
@@ -70,13 +74,21 @@ static void ns_default_rounding(void)
 #endif
 }
 
+static uint64_t ns_ticket(uint32_t turn, uint32_t from, uint32_t to)
+{
+    return (uint64_t)turn << 32 | (uint64_t)to << 16 | from;
+}
+
 static void ns_open(ns_pool *pool, const ns_record *record, int64_t jobs, int64_t grain)
 {
     const uint32_t turn = (uint32_t)(atomic_load_explicit(&pool->ticket, memory_order_relaxed) >> 32) + 1;
+    const int64_t least = (jobs + NS_MAX_GRAINS - 1) / NS_MAX_GRAINS, size = grain > least ? grain : least;
+    const int64_t grains = size ? (jobs + size - 1) / size : 0;
     atomic_store_explicit(&pool->record, record, memory_order_relaxed);
-    atomic_store_explicit(&pool->grain, grain, memory_order_relaxed);
-    atomic_store_explicit(&pool->left, jobs, memory_order_relaxed);
-    atomic_store_explicit(&pool->ticket, (uint64_t)turn << 32 | (uint64_t)jobs, memory_order_release);
+    atomic_store_explicit(&pool->jobs, jobs, memory_order_relaxed);
+    atomic_store_explicit(&pool->grain, size, memory_order_relaxed);
+    atomic_store_explicit(&pool->left, grains, memory_order_relaxed);
+    atomic_store_explicit(&pool->ticket, ns_ticket(turn, 0, (uint32_t)grains), memory_order_release);
     ns_word_set(&pool->turn, turn);
 }
 
@@ -141,28 +153,29 @@ static void ns_advance(ns_pool *pool, const ns_worker *worker)
 /* Takes and runs jobs until no program is left. */
 static void ns_serve(ns_pool *pool, const ns_worker *worker)
 {
+    const int from_first = 2 * worker->index < worker->threads;
     uint64_t ticket = atomic_load_explicit(&pool->ticket, memory_order_acquire);
     int32_t left_out = 0;
     for (;;) {
-        const uint32_t turn = (uint32_t)(ticket >> 32);
-        const int64_t jobs = (int64_t)(uint32_t)ticket;
-        if (jobs == 0) {
+        const uint32_t turn = (uint32_t)(ticket >> 32), from = ticket & 0xffff, to = ticket >> 16 & 0xffff;
+        if (from == to) {
             if (!atomic_load(&pool->running)) return;
             ns_word_wait(&pool->turn, turn, NS_SPINS);
             ticket = atomic_load_explicit(&pool->ticket, memory_order_acquire);
             continue;
         }
-        const int64_t grain = atomic_load_explicit(&pool->grain, memory_order_relaxed);
-        const int64_t begin = jobs > grain ? jobs - grain : 0;
-        const uint64_t rest = (uint64_t)turn << 32 | (uint64_t)begin;
+        const uint64_t rest = from_first ? ns_ticket(turn, from + 1, to) : ns_ticket(turn, from, to - 1);
         if (!atomic_compare_exchange_weak_explicit(&pool->ticket, &ticket, rest, memory_order_acquire,
                                                    memory_order_acquire))
             continue;
         const ns_record *record = atomic_load_explicit(&pool->record, memory_order_relaxed);
-        if (record) ns_kernel_table[record->head.op](record, worker, begin, jobs);
-        if (atomic_fetch_sub_explicit(&pool->left, jobs - begin, memory_order_acq_rel) == jobs - begin)
+        const int64_t jobs = atomic_load_explicit(&pool->jobs, memory_order_relaxed);
+        const int64_t grain = atomic_load_explicit(&pool->grain, memory_order_relaxed);
+        const int64_t begin = (from_first ? from : to - 1) * grain, end = begin + grain < jobs ? begin + grain : jobs;
+        if (record) ns_kernel_table[record->head.op](record, worker, begin, end);
+        if (atomic_fetch_sub_explicit(&pool->left, 1, memory_order_acq_rel) == 1)
             ns_advance(pool, worker);
-        else if (begin == 0)
+        else if (to - from == 1)
             ns_offer_core(&left_out);
         ticket = atomic_load_explicit(&pool->ticket, memory_order_acquire);
     }
