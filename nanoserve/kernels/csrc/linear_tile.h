@@ -15,7 +15,8 @@ typedef struct {
 } ns_linear_plan;
 
 /* Fetches what a pass of `count` rows will need. A pass of few rows is as fast as the memory: there the core's own
- * prefetcher runs ahead, and lines fetched into the first-level cache would take the few misses it can have under way. */
+ * prefetcher runs ahead, and lines fetched into the first-level cache would take the few misses it can have under
+ * way. */
 NS_INLINE void ns_fetch_ahead(const uint8_t *from, int bytes, const int count)
 {
     if (count < NS_FAR_BELOW)
@@ -56,7 +57,8 @@ NS_INLINE void ns_group_rows(vf *acc, vq w, vf d, vf m, const ns_qgroup *x, int 
         return;
     }
     for (int i = 0; i < count; i++)
-        sum[i] = kind == NS_Q8M || kind == NS_Q8MF ? ns_dot_unsigned_start(x, lane + i) : ns_dot_start(x, lane + i, kind);
+        sum[i] = kind == NS_Q8M || kind == NS_Q8MF ? ns_dot_unsigned_start(x, lane + i)
+                                                   : ns_dot_start(x, lane + i, kind);
     if (ns_is_4bit(kind))
         vi_dot4_rows(sum, w, q, count);
     else

@@ -1,12 +1,12 @@
 /* Threads and the sharing of jobs.
  *
- * A launch wakes the threads once. One record at a time is open: threads take its jobs until there are none, half of the
- * threads from the first job on and half from the last one down, so that a thread has about the same part of every record
- * and finds in its own cache what it wrote before. Whoever finishes the last job runs the records that follow, as long as
- * those are too small to share, and opens the next that is not. A record is over when its jobs are, not when every thread
- * has come by: a core that the machine lends to somebody else delays the job its thread is in, and nothing if it is in
- * none. Waiting for the next record spins for some hundreds of microseconds before it sleeps, since waking a thread takes
- * longer than most records do; with nothing launched every thread sleeps.
+ * A launch wakes the threads once. One record at a time is open: threads take its jobs until there are none, half of
+ * the threads from the first job on and half from the last one down, so that a thread has about the same part of every
+ * record and finds in its own cache what it wrote before. Whoever finishes the last job runs the records that follow,
+ * as long as those are too small to share, and opens the next that is not. A record is over when its jobs are, not
+ * when every thread has come by: a core that the machine lends to somebody else delays the job its thread is in, and
+ * nothing if it is in none. Waiting for the next record spins for some hundreds of microseconds before it sleeps,
+ * since waking a thread takes longer than most records do; with nothing launched every thread sleeps.
  *
  * A second launch may be made while one runs: it begins when the first is over, without anyone having slept.
  */
@@ -40,9 +40,9 @@ typedef struct {
     pthread_t thread;
 } ns_seat;
 
-/* `ticket` is the open record's turn in its high half and, in its low one, which grains of jobs nobody has taken: from one
- * (16 bits) to before another. Who has taken a grain may read `record`, `jobs` and `grain` until it has given it back
- * through `left`: before that no other record can be open. */
+/* `ticket` is the open record's turn in its high half and, in its low one, which grains of jobs nobody has taken:
+ * from one (16 bits) to before another. Who has taken a grain may read `record`, `jobs` and `grain` until it has
+ * given it back through `left`: before that no other record can be open. */
 struct ns_pool {
     int32_t threads;
     ns_seat *seats;

@@ -11,7 +11,7 @@
  * ns_operand is what attention holds queries and probabilities in; vf_dot_pair(acc, w, x) adds the products of a pair
  * of them with pairs of bf16, the first of each first. vf_dot_bf16: with a pair of bf16.
  * NS_TILE_*: how many accumulators of each kind the register file holds.
- * ns_prefetch fetches a line into the first-level cache, ns_prefetch_far into the second: more of those can be under way.
+ * ns_prefetch fetches a line into the first-level cache, ns_prefetch_far into the second: more can be under way there.
  * NS_FAR_BELOW: a linear's passes of fewer rows leave the first-level cache to the core's own prefetcher.
  */
 #ifndef NS_VEC_H
@@ -45,7 +45,7 @@ NS_INLINE int32_t ns_four(const int8_t *q)
 #endif
 
 #if !defined(NS_ISA_AVX2) /* which has too few registers for this */
-/* A group of weights, opened once into registers for all rows; the rows take turns, since each adds up one long chain. */
+/* A group of weights, opened once into registers for all rows. Rows take turns, since each adds up one long chain. */
 typedef struct { vw w[8]; } vq;
 
 NS_INLINE vq vq_open4(const uint8_t *quants)
