@@ -10,10 +10,14 @@ FIXED_ROWS = 8
 """What a step costs before its first row (mostly the weights' way through memory), in decode rows."""
 RATE = 0.3
 """How far a step's cost moves what the next one is expected to cost, if it has nothing but the rows in question."""
+RISE = 0.6
+"""The same for a prompt row that cost more than expected, as each does behind a growing context."""
 LEARN_AFTER = 16
 """Steps of decode rows and prompts in a row, after which one has no prompts: what decode rows cost cannot be told from
 steps of both, and prompts that are taken for dear are given so few rows that there are no other steps."""
-SURPRISE = 4.0
+AIM = 0.95
+"""Of the bound on what prompts add: steps scatter about what they should take."""
+SURPRISE = 2.0
 """A step that takes this many times what was expected met something else: a recording, a busy machine."""
 
 
@@ -53,7 +57,8 @@ class RowCosts:
             return
         share = prefill_rows / (weight + prefill_rows)
         rest = max(seconds - decode, seconds * share / 4)  # a decode cost that is out of date must not leave nothing
-        self.prefill_row += RATE * share * (rest / prefill_rows - self.prefill_row)
+        change = rest / prefill_rows - self.prefill_row
+        self.prefill_row += (RISE if change > 0 else RATE) * share * change
 
 
 class StepBudget:
@@ -77,8 +82,8 @@ class StepBudget:
             return room
         if costs.mixed_steps >= LEARN_AFTER:
             return 0
-        seconds = max(self.gap_seconds, costs.decode_seconds(decode_rows))
-        return max(1, int(min(room, seconds / costs.prefill_row)))
+        seconds = AIM * max(self.gap_seconds, costs.decode_seconds(decode_rows))
+        return max(1, round(min(room, seconds / costs.prefill_row)))
 
     def observe(self, decode_rows: int, prefill_rows: int, seconds: float) -> None:
         """A step of these rows took `seconds`."""

@@ -71,6 +71,18 @@ def test_rows_shrink_when_prompt_rows_become_dearer_with_the_context() -> None:
     assert rows_beside(budget, dear, 8) == pytest.approx(25, rel=0.3)
 
 
+def test_bound_holds_while_every_step_of_a_prompt_costs_more_than_the_one_before() -> None:
+    machine, bound = Machine(0.001, 0.0005), 0.05
+    budget = learnt(machine, StepBudget(512, gap_seconds=bound))
+    for _ in range(200):
+        machine.prefill_row *= 1.01
+        rows = budget.prefill_rows(8)
+        added = machine.prefill_row * rows
+        assert added <= bound + machine.prefill_row
+        assert added >= 0.85 * bound or rows == 0
+        budget.observe(8, rows, machine.seconds(8, rows))
+
+
 def test_one_slow_step_hardly_counts_when_something_else_took_the_machine() -> None:
     machine = Machine(0.001, 0.0005)
     budget = learnt(machine, StepBudget(512, gap_seconds=0.05))

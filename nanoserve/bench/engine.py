@@ -24,7 +24,7 @@ from nanoserve.buckets import DecodeRow
 from nanoserve.build import Prepared, prepare
 from nanoserve.config import EngineConfig
 from nanoserve.errors import ConfigError
-from nanoserve.kernels.memory import lazy_zeros
+from nanoserve.kernels.memory import WeightMemory
 from nanoserve.metrics import Metrics
 from nanoserve.probe import cores, free_host_bytes
 from nanoserve.sequence import ChunkPlan, Sequence, StepPlan
@@ -199,7 +199,7 @@ def memory_bandwidth(threads: int, megabytes: int = 512) -> float:
     """Bytes a second of summing a large array that lies as weights do, the best of five: the bound that every figure is
     held against."""
     torch.set_num_threads(threads)
-    data = lazy_zeros((megabytes << 18,), torch.float32).fill_(1)
+    data = WeightMemory().take(1, megabytes << 20).view(torch.float32).fill_(1)
     best = float("inf")
     for _ in range(5):
         started = perf_counter()

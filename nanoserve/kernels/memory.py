@@ -1,7 +1,8 @@
-"""Memory for K/V and for weights: on a CPU mapped only where it is touched, and on huge pages where there are any.
+"""Memory for K/V and for weights, on a CPU mapped only where it is touched.
 
-A step reads all of both. With small pages it waits for the page table, and for a core's prefetcher, which stops at the
-end of each: one core reads 22 GB/s of small pages and 30 of huge ones (docs/BENCHMARKS.md, "Engine").
+Weights lie on huge pages where there are any: every step reads all of them in order, and a core's prefetcher stops at
+the end of a page. K/V, whose blocks are read a few lines at a time, gains nothing by them, and pays: a pool that
+grows into a new huge page in every layer at once halts a step for as long as they all take to be zeroed.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-HUGE = 4 << 20
-"""From this many bytes on, huge pages are asked for."""
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-"""Python's default is memory that a child would share, which Linux keeps on small pages."""
+"""Python's default is memory that a child would share, which has no huge pages."""
+SMALL_PAGES, HUGE_PAGES = (getattr(mmap, f"MADV_{name}", None) for name in ("NOHUGEPAGE", "HUGEPAGE"))
+"""What the kernel is told, where it can be."""
 LINE = 64
 ROOM = 256 << 20
 """Bytes of address space that weights get at a time; what they do not fill is never touched."""
@@ -31,7 +32,7 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
     nbytes = prod(shape) * dtype.itemsize
     if not nbytes or (device is not None and device.type != "cpu"):
         return torch.zeros(shape, dtype=dtype, device=device)
-    return _mapped(nbytes).view(dtype).view(shape)
+    return _mapped(nbytes, SMALL_PAGES).view(dtype).view(shape)
 
 
 class WeightMemory:
@@ -43,7 +44,7 @@ class WeightMemory:
     def reserve(self, nbytes: int) -> None:
         """The next `nbytes` taken will lie side by side. Raises MemoryError."""
         if nbytes > len(self._room):
-            self._room = _mapped(max(nbytes, ROOM))
+            self._room = _mapped(max(nbytes, ROOM), HUGE_PAGES)
 
     def take(self, rows: int, row_bytes: int) -> Tensor:
         """`[rows, row_bytes]` uint8 zeros, at the beginning of a cache line. Raises MemoryError."""
@@ -53,13 +54,13 @@ class WeightMemory:
         return taken.view(rows, row_bytes)
 
 
-def _mapped(nbytes: int) -> Tensor:
+def _mapped(nbytes: int, advice: int | None) -> Tensor:
     """`[nbytes]` uint8 zeros in a mapping of their own."""
     try:
         memory = mmap.mmap(-1, nbytes, **PRIVATE)
     except (OSError, ValueError, OverflowError) as error:
         raise MemoryError(f"no {nbytes:,} bytes of address space: {error}") from error
-    if nbytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    if advice is not None:
         with suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(advice)
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -231,7 +231,7 @@ def test_prompt_takes_no_more_rows_than_the_gap_has_time_for() -> None:
     assert set(bounded[9:-1]) == {4}
     assert sum(bounded) == 100
     assert gap == pytest.approx(0.001 * (1 + max(bounded)))
-    assert max(bounded) == 7
+    assert max(bounded) == 6
 
 
 def test_requests_that_never_fit_are_counted_and_a_stream_goes_on_without_them() -> None:
