@@ -106,6 +106,15 @@ def test_every_engine_gets_the_same_work_and_the_ratio_is_of_medians(
     assert (tmp_path / "csv" / "peer-decode.csv").read_text().startswith("rows,tokens,engine,tokens_per_second")
 
 
+def test_head_that_is_quantised_at_load_is_named_beside_what_the_file_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python, _ = fake_python(tmp_path, missing=("llama-cpp-python",))
+    assert main(peer_flags(tmp_path, "--peer-python", python, "--quantize-head", "w4")) == 0
+    engines = json.loads(capsys.readouterr().out.splitlines()[-1])["engines"]
+    assert [each["format"] for each in engines] == ["safetensors F32, head w4", "safetensors F32"]
+
+
 def test_best_peer_is_the_fastest_one_and_ratios_keep_their_rounds_together() -> None:
     ours = Figure("decode", 8, 192, "nanoserve", (100.0, 200.0, 60.0))
     record = Figure("decode", 8, 192, "other", (50.0, 50.0, 30.0)).record(ours)

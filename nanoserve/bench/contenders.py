@@ -40,11 +40,12 @@ class Missing(Exception):
 
 
 class Contender(Protocol):
-    """An engine under comparison. `model` is the file or folder it computes with."""
+    """An engine under comparison. `model` is the file or folder it computes with, `format` how weights are stored."""
 
     name: str
     version: str
     model: Path
+    format: str
     idle_seconds: float
 
     def open(self, *, rows: int, prompt_tokens: int, steps: int) -> None:
@@ -69,6 +70,9 @@ class Ours:
     def __init__(self, config: EngineConfig) -> None:
         self._prepared: Prepared = prepare(config, Metrics(__version__), lambda progress: None)
         self.model = resolve(config.model).path
+        self.format = weight_format(self.model)
+        if config.quantize_head != "auto":
+            self.format = f"{self.format.partition(', head')[0]}, head {config.quantize_head}"
         self.kernels = self._prepared.choices.kernels
         self.idle_seconds = 0.0
         self._rested = process_time()
@@ -125,6 +129,7 @@ class Peer:
         """Starts the process and loads the model. Raises Missing."""
         self.name = name
         self.model = model
+        self.format = weight_format(model)
         self.idle_seconds = 0.0
         # Ours sleep between operations; a peer waits the way it was made to, which is its best.
         environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}

@@ -102,6 +102,7 @@ def add_peer_flags(parser: argparse.ArgumentParser) -> None:
     add("--model", default=EngineConfig().model, help="folder, .gguf file, hub id or short name")
     add("--kernels", default="auto", choices=get_args(Kernels), help="what computes")
     add("--threads", type=int, help="compute threads of every engine (default: one per core)")
+    add("--quantize-head", default="auto", choices=get_args(QuantiseHead), help="as serve's")
     add = parser.add_argument_group("the other engines").add_argument
     add("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="which; none: servers alone")
     add("--peer-python", default=sys.executable, metavar="PATH", help="the interpreter that has them (default: this)")

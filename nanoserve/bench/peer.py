@@ -29,7 +29,6 @@ from nanoserve.bench.contenders import (
     engine_config,
     gguf_of,
     q4_0_file,
-    weight_format,
 )
 from nanoserve.bench.flags import check_flags
 from nanoserve.bench.load import Load, Server, Work, measure, name_of
@@ -188,7 +187,7 @@ def _enter(args: argparse.Namespace, stack: ExitStack, *, needed: bool) -> tuple
     for line in missing:
         print(f"nanoserve: {line}", file=sys.stderr)
     config = engine_config(args.model, args.kernels, args.threads, sequences=sequences, tokens=longest)
-    return [Ours(config), *peers], missing
+    return [Ours(replace(config, quantize_head=args.quantize_head)), *peers], missing
 
 
 # --- servers -------------------------------------------------------------------------------------------------------
@@ -256,7 +255,7 @@ def _engine_table(contenders: Sequence[Contender], missing: Sequence[str]) -> Ta
         {
             "engine": each.name,
             "version": each.version,
-            "format": weight_format(each.model),
+            "format": each.format,
             "file": each.model.name,
             "idle_seconds": each.idle_seconds,
         }

@@ -79,6 +79,12 @@ static uint64_t ns_ticket(uint32_t turn, uint32_t from, uint32_t to)
     return (uint64_t)turn << 32 | (uint64_t)to << 16 | from;
 }
 
+/* Whether the record whose turn it is has no grain that nobody has taken. */
+static int ns_none_left(uint64_t ticket, uint32_t turn)
+{
+    return ticket >> 32 == turn && (ticket & 0xffff) == (ticket >> 16 & 0xffff);
+}
+
 static void ns_open(ns_pool *pool, const ns_record *record, int64_t jobs, int64_t grain)
 {
     const uint32_t turn = (uint32_t)(atomic_load_explicit(&pool->ticket, memory_order_relaxed) >> 32) + 1;
@@ -175,7 +181,7 @@ static void ns_serve(ns_pool *pool, const ns_worker *worker)
         if (record) ns_kernel_table[record->head.op](record, worker, begin, end);
         if (atomic_fetch_sub_explicit(&pool->left, 1, memory_order_acq_rel) == 1)
             ns_advance(pool, worker);
-        else if (to - from == 1)
+        else if (ns_none_left(atomic_load_explicit(&pool->ticket, memory_order_acquire), turn))
             ns_offer_core(&left_out);
         ticket = atomic_load_explicit(&pool->ticket, memory_order_acquire);
     }
