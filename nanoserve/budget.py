@@ -18,7 +18,7 @@ steps of both, and prompts that are taken for dear are given so few rows that th
 AIM = 0.95
 """Of the bound on what prompts add: steps scatter about what they should take."""
 SURPRISE = 2.0
-"""A step that takes this many times what was expected met something else: a recording, a busy machine."""
+"""A step counts for no more than this many times what was expected: it met a recording, or a busy machine."""
 
 
 class RowCosts:

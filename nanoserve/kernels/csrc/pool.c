@@ -89,7 +89,7 @@ static void ns_open(ns_pool *pool, const ns_record *record, int64_t jobs, int64_
 {
     const uint32_t turn = (uint32_t)(atomic_load_explicit(&pool->ticket, memory_order_relaxed) >> 32) + 1;
     const int64_t least = (jobs + NS_MAX_GRAINS - 1) / NS_MAX_GRAINS, size = grain > least ? grain : least;
-    const int64_t grains = size ? (jobs + size - 1) / size : 0;
+    const int64_t grains = (jobs + size - 1) / size;
     atomic_store_explicit(&pool->record, record, memory_order_relaxed);
     atomic_store_explicit(&pool->jobs, jobs, memory_order_relaxed);
     atomic_store_explicit(&pool->grain, size, memory_order_relaxed);
