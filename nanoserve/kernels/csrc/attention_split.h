@@ -23,7 +23,7 @@ typedef struct {
 
 enum { NS_SPLIT_BLOCKS = NS_SPLIT / NS_BLOCK, NS_AHEAD = NS_SPLIT_BLOCKS };
 
-/* A split's blocks, and the first few after them, which are only fetched ahead. */
+/* A split's blocks, and as many after them, which are only fetched ahead. */
 typedef struct {
     const uint16_t *keys[NS_SPLIT_BLOCKS + NS_AHEAD];
     const uint16_t *values[NS_SPLIT_BLOCKS];
