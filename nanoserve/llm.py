@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -29,7 +29,8 @@ from nanoserve.request import (
     TokenLogprob,
     TokenPrompt,
 )
-from nanoserve.sequence import NewToken
+from nanoserve.sequence import NewToken, StepPlan
+from nanoserve.stepper import Stepper
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -76,6 +77,7 @@ class LLM:
         booted = build_engine(self._config, self.metrics, _ignore)
         self._booted = booted
         self._engine = booted.engine
+        self._stepper = Stepper(booted.engine)
         self._outputs = OutputProcessor(booted.intake.tokenizer, booted.engine.finish, self.metrics)
         self._ids = count()
         self._undelivered: list[NewToken] = []
@@ -132,7 +134,7 @@ class LLM:
                     yield delta.text
                 deltas.clear()
         finally:
-            self._outputs.end(request.request_id, "cancelled")
+            self._end([request])
 
     def _run(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, progress: bool
@@ -153,26 +155,28 @@ class LLM:
                     else:
                         unfinished.popleft()
             finally:
-                for request in requests:
-                    self._outputs.end(request.request_id, "cancelled")
+                self._end(requests)
         return results
 
     def _step(self) -> None:
-        """Run one step and deliver the one before, in the server's order.
+        """Run one step and deliver the one before meanwhile, in the server's order.
 
         An interrupt leaves an LLM that can be used again: the step it fell into is as if it had not been planned.
         """
-        try:
-            plan = self._engine.plan()
-            undelivered, self._undelivered = self._undelivered, []
-            if plan is not None:
-                self._outputs.scheduled(plan.chunk_sequences)
-            self._outputs.deliver(undelivered)
-            if plan is not None:
-                self._undelivered = self._engine.commit(plan, self._engine.launch(plan))
-        except BaseException:
-            self._engine.abandon()
-            raise
+        self._undelivered = self._stepper.step(self._deliver)
+
+    def _deliver(self, plan: StepPlan | None) -> None:
+        undelivered, self._undelivered = self._undelivered, []
+        if plan is not None:
+            self._outputs.scheduled(plan.chunk_sequences)
+        self._outputs.deliver(undelivered)
+
+    def _end(self, requests: Iterable[Request]) -> None:
+        """End what is left of `requests`, and the step that was started for them."""
+        for request in requests:
+            self._outputs.end(request.request_id, "cancelled")
+        self._deliver(None)
+        self._undelivered = self._stepper.rest()
 
     def _submit(self, prompt: Prompt, params: SamplingParams, sink: Any) -> Request:
         request = Request(f"offline-{next(self._ids)}", prompt, params)

@@ -30,6 +30,7 @@ RANKS: list[list[str]] = [
         "nanoserve.stream",
     ],
     ["nanoserve.output", "nanoserve.intake"],
+    ["nanoserve.stepper"],
     ["nanoserve.engine"],
     ["nanoserve.paged_runner"],
     ["nanoserve.runner"],

@@ -9,9 +9,8 @@ import pytest
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.errors import ContextLengthExceeded, InvalidRequest, ModelUnavailable
-from nanoserve.runner import Runner
 from nanoserve.sequence import StepPlan
-from tests.tiny_engine import tiny_config
+from tests.tiny_engine import NATIVE, tiny_config
 from tests.tiny_folder import write_served_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -23,9 +22,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_served_model(tmp_path_factory.mktemp("llm"))
 
 
+@pytest.fixture(scope="module", params=[{}, NATIVE], ids=["reference", "native"])
+def kernels(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Steps that run in their caller, and steps that run beside it."""
+    return cast(dict[str, Any], request.param)
+
+
 @pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(config=tiny_config(folder, blocks=10))
+def llm(folder: Path, kernels: dict[str, Any]) -> LLM:
+    return LLM(config=tiny_config(folder, blocks=5 if kernels else 10, **kernels))  # of bf16, twice as many fit
 
 
 @pytest.fixture(autouse=True)
@@ -149,14 +154,20 @@ def test_nothing_runs_when_one_prompt_of_a_batch_is_refused(
 class InterruptedRunner:
     """Stands before a runner and raises at the end of one step, as Ctrl-C may."""
 
-    def __init__(self, runner: Runner, at: int) -> None:
-        self.graphs = runner.graphs
-        self.check_mirror = runner.check_mirror
+    def __init__(self, runner: Any, at: int) -> None:
         self._runner = runner
         self._left = at
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
     def run(self, plan: StepPlan) -> Any:
-        outcome = self._runner.run(plan)
+        return self._end(self._runner.run(plan))
+
+    def finish(self, step: Any) -> Any:
+        return self._end(self._runner.finish(step))
+
+    def _end(self, outcome: Any) -> Any:
         self._left -= 1
         if self._left == 0:
             raise KeyboardInterrupt
@@ -164,8 +175,8 @@ class InterruptedRunner:
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])
-def test_model_can_be_used_again_when_a_batch_was_interrupted(folder: Path, at: int) -> None:
-    llm = LLM(config=tiny_config(folder))
+def test_model_can_be_used_again_when_a_batch_was_interrupted(folder: Path, kernels: dict[str, Any], at: int) -> None:
+    llm = LLM(config=tiny_config(folder, **kernels))
     wanted = text_of(llm, "hello")
     engine = llm._engine
     runner = engine.runner

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,8 @@ from nanoserve.config import EngineConfig
 from nanoserve.memory import kv_bytes_per_token
 from nanoserve.metrics import Metrics
 from nanoserve.request import Request, SamplingParams, TokenPrompt
-from nanoserve.sequence import NewToken, Sequence, StepPlan
+from nanoserve.sequence import NewToken, Sequence
+from nanoserve.stepper import Stepper
 from tests.engines import SlotLists, check_mirror
 
 BYTES_PER_TOKEN = kv_bytes_per_token(num_layers=3, num_kv_heads=2, head_dim=16, itemsize=4)
@@ -83,9 +83,8 @@ class TinyEngine:
         self.engine = self.booted.engine
         self.runner = self.engine.runner
         self.ran_ahead = 0
+        self._stepper = Stepper(self.engine)
         self._ahead = ahead
-        self._started: tuple[StepPlan, Any] | None = None
-        self._completion = os.eventfd(0, os.EFD_SEMAPHORE) if ahead else -1
         self._requests = 0
 
     def add(self, ask: Ask) -> list[Sequence]:
@@ -98,22 +97,10 @@ class TinyEngine:
         return sequences
 
     def step(self) -> list[NewToken]:
-        new = self._step_ahead() if self._ahead else self.engine.step()
+        new = self._stepper.step(ahead=self._ahead)
+        self.ran_ahead += self._stepper.is_ahead
         self.check()
         return new
-
-    def _step_ahead(self) -> list[NewToken]:
-        """Commit a step, having started the next one if it can be planned before: that one runs meanwhile."""
-        started, self._started = self._started, None
-        if started is None:
-            if (plan := self.engine.plan()) is None:
-                return []
-            started = plan, self.engine.start(plan, self._completion)
-        if (following := self.engine.plan_ahead()) is not None:
-            self._started = following, self.engine.start(following, self._completion, ahead=True)
-            self.ran_ahead += 1
-        os.eventfd_read(self._completion)
-        return self.engine.commit(started[0], self.engine.finish_step(started[1]))
 
     def check(self) -> None:
         self.engine.check()

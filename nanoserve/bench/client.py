@@ -12,6 +12,7 @@ from time import perf_counter
 from nanoserve.engine import Engine
 from nanoserve.request import SamplingParams
 from nanoserve.sequence import Sequence
+from nanoserve.stepper import Stepper
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class Session:
     def __init__(self, engine: Engine, sequences: list[Sequence]) -> None:
         """Computes the prompts. The sequences are the engine's only ones."""
         self._engine = engine
+        self._stepper = Stepper(engine)
         self._sequences = sequences
         for sequence in sequences:
             engine.add(sequence)
@@ -77,11 +79,12 @@ class Session:
             engine.step()
 
     def decode(self, steps: int) -> list[float]:
-        """Seconds of each of the next `steps` steps, every one of which chooses a token for every sequence."""
+        """Seconds of each of the next `steps` steps, every one of which chooses a token for every sequence. Each but
+        the last is followed without a gap, as a server's are."""
         seconds = []
-        for _ in range(steps):
+        for step in range(steps):
             started = perf_counter()
-            new = self._engine.step()
+            new = self._stepper.step(ahead=step + 1 < steps)
             seconds.append(perf_counter() - started)
             assert len(new) == len(self._sequences), "a step without all of its sequences"
         return seconds

@@ -66,14 +66,21 @@ class Arena:
 
     def tensor(self, rows: int, cols: int, dtype: torch.dtype, released: Callable[[int], None] | None = None) -> Tensor:
         """`[rows, cols]`, uninitialised. Once the tensor and every view of it are gone, `released(address)` is called
-        and its place is free."""
+        and its place is free. `released` is a bound method; its object may be gone by then, and so may the arena."""
         nbytes = rows * cols * dtype.itemsize
         start = self.take(nbytes)
         place = (ctypes.c_uint8 * nbytes).from_buffer(self._memory, start)
-        weakref.finalize(place, self._release, start, nbytes, released)
+        told = weakref.WeakMethod(released) if released is not None else None
+        weakref.finalize(place, _release, weakref.ref(self), start, nbytes, told)
         return torch.frombuffer(place, dtype=dtype).view(rows, cols)
 
-    def _release(self, start: int, nbytes: int, released: Callable[[int], None] | None) -> None:
-        self.give(start, nbytes)
-        if released is not None:
-            released(self.address + start)
+
+def _release(
+    holder: weakref.ref[Arena], start: int, nbytes: int, told: weakref.WeakMethod[Callable[[int], None]] | None
+) -> None:
+    """Weak, because whoever owns an arena may own its tensors too, and a finalizer's arguments are never garbage."""
+    if (arena := holder()) is None:
+        return
+    arena.give(start, nbytes)
+    if told is not None and (released := told()) is not None:
+        released(arena.address + start)

@@ -7,6 +7,7 @@ import os
 import select
 import threading
 import time
+import weakref
 from random import Random
 
 import pytest
@@ -217,18 +218,39 @@ def test_closing_a_pool_twice_is_harmless(fastest: native_lib.NativeLibrary) -> 
     pool.close()
 
 
+class Released:
+    """Whom an arena tells of places that are free again."""
+
+    def __init__(self) -> None:
+        self.addresses: list[int] = []
+
+    def note(self, address: int) -> None:
+        self.addresses.append(address)
+
+
 def test_an_arena_hands_a_place_back_once_the_last_view_is_gone() -> None:
-    arena, released = Arena(1 << 16), []
-    tensor = arena.tensor(4, 8, torch.float32, released.append)
+    arena, released = Arena(1 << 16), Released()
+    tensor = arena.tensor(4, 8, torch.float32, released.note)
     address, view = tensor.data_ptr(), tensor[:, 2:4].view(4, 2)
     del tensor
     gc.collect()
-    assert not released
+    assert not released.addresses
     assert arena.used == 128
     view.fill_(1.0)
     del view
-    assert released == [address]
+    assert released.addresses == [address]
     assert arena.used == 0
+
+
+def test_an_arena_and_its_owner_are_let_go_though_they_keep_a_tensor() -> None:
+    released = Released()
+    arena = Arena(1 << 12)
+    tensor = arena.tensor(1, 8, torch.float32, released.note)
+    owners = weakref.ref(arena), weakref.ref(released)
+    released.kept = tensor  # type: ignore[attr-defined]
+    del arena, released, tensor
+    gc.collect()
+    assert [owner() for owner in owners] == [None, None]
 
 
 def test_an_arena_merges_what_is_given_back_in_any_order() -> None:
