@@ -259,7 +259,7 @@ class Recorder:
             record.residual = self._read(residual)
             total = self._made(rows, cols, torch.float32, x)
             record.total = total.data_ptr()
-        self._need((cols + 16) * 4)
+        self._need(lib.ROWS * (cols + 16) * 4)
         return self._output(record, rows, cols, live), total
 
     def _gated(self, gate_up: Tensor, gate: lib.Gate) -> Tensor:

@@ -17,6 +17,14 @@ static inline ns_share ns_rows_share(int32_t rows, int64_t row_cost, int32_t thr
     return (ns_share){rows, grain < 1 ? 1 : grain, rows * row_cost < 4096};
 }
 
+/* Where there are enough rows, whole blocks of quantised ones: those are made together. */
+static inline ns_share ns_blocks_share(int32_t rows, int64_t row_cost, int32_t threads)
+{
+    ns_share share = ns_rows_share(rows, row_cost, threads);
+    if (rows >= NS_ROWS * threads) share.grain = (share.grain + NS_ROWS - 1) / NS_ROWS * NS_ROWS;
+    return share;
+}
+
 /* Few grains, so that each streams a long stretch of weights: a thread that jumps about loses the prefetcher. */
 static inline ns_share ns_linear_share(const ns_linear_rec *r, int32_t rows, int32_t threads)
 {
@@ -32,7 +40,7 @@ static inline ns_share ns_share_of(const ns_record *record, int32_t threads)
     switch ((ns_op)record->head.op) {
     case NS_OP_PLAN: return (ns_share){1, 1, 1};
     case NS_OP_EMBED: return ns_rows_share(rows, record->embed.table.cols, threads);
-    case NS_OP_NORM: return ns_rows_share(rows, record->norm.cols, threads);
+    case NS_OP_NORM: return ns_blocks_share(rows, record->norm.cols, threads);
     case NS_OP_QUANT: return ns_rows_share(rows, record->quant.cols, threads);
     case NS_OP_GATE: return ns_rows_share(rows, record->gate.n, threads);
     case NS_OP_ROPE: return ns_rows_share(rows, record->rope.qkv_ld, threads);

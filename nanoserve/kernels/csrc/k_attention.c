@@ -143,9 +143,11 @@ static void ns_attend_close(const ns_attend *a)
         const vf inverse = vf_set1(r->context_lens[row] > 0 ? 1.0f / a->state_sum[i] : 0.0f);
         for (int32_t d = 0; d < dim; d += 16) vf_store(state + d, vf_mul(vf_load(state + d), inverse));
         if (r->out) memcpy(r->out + (int64_t)row * r->heads * dim + first, state, (size_t)dim * sizeof *state);
-        for (int32_t d = 0; r->quants && d < dim; d += NS_GROUP)
-            ns_quantise(ns_group_at(r->quants, groups, row, (first + d) / NS_GROUP), row, state + d);
     }
+    for (int32_t query = 0; r->quants && query < per_row; query++)
+        for (int32_t d = 0; d < dim; d += NS_GROUP)
+            ns_quantise_group(r->quants, groups, ((a->head * per_row + query) * dim + d) / NS_GROUP, a->group->row,
+                              a->group->rows, a->state + query * dim + d, (int64_t)per_row * dim);
 }
 
 static void ns_attend_group(const ns_attention_rec *r, const ns_worker *worker, int32_t group, int32_t head)

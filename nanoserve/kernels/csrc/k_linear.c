@@ -39,8 +39,7 @@ NS_INLINE void ns_gated_job(const ns_linear_plan *plan, int32_t pair, int64_t ro
             if (r->out) vf_store(r->out + (row + i) * r->out_ld + first, y);
         }
     }
-    for (int i = 0; r->out_quants && i < rows; i++)
-        ns_quantise(ns_group_at(r->out_quants, n / NS_GROUP, (int32_t)row + i, pair), (int32_t)row + i, both[i]);
+    if (r->out_quants) ns_quantise_group(r->out_quants, n / NS_GROUP, pair, (int32_t)row, rows, both[0], NS_GROUP);
 }
 
 void ns_run_linear(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end)

@@ -18,31 +18,39 @@ void ns_run_embed(const ns_record *record, const ns_worker *worker, int64_t begi
     }
 }
 
+/* One row of a norm, into `line`. */
+NS_INLINE void ns_norm_row(const ns_norm_rec *r, int64_t row, float *line)
+{
+    const int32_t cols = r->cols;
+    const float *x = r->x + row * r->x_ld, *residual = r->residual ? r->residual + row * cols : NULL;
+    float *total = r->total ? r->total + row * cols : NULL;
+    vf squares = vf_set1(0.0f);
+    for (int32_t i = 0; i < cols; i += 16) {
+        int n = cols - i < 16 ? cols - i : 16;
+        vf v = vf_load_n(x + i, n);
+        if (residual) v = vf_add(v, vf_load_n(residual + i, n));
+        if (total) vf_store_n(total + i, v, n);
+        vf_store(line + i, v);
+        squares = vf_fma(v, v, squares);
+    }
+    vf scale = vf_set1(1.0f / sqrtf(vf_hadd(squares) / (float)cols + r->eps));
+    for (int32_t i = 0; i < cols; i += 16) {
+        int n = cols - i < 16 ? cols - i : 16;
+        vf v = vf_mul(vf_mul(vf_load(line + i), scale), vf_load_n(r->weight + i, n));
+        vf_store(line + i, v);
+        if (r->out) vf_store_n(r->out + row * cols + i, v, n);
+    }
+}
+
 void ns_run_norm(const ns_record *record, const ns_worker *worker, int64_t begin, int64_t end)
 {
     const ns_norm_rec *r = &record->norm;
-    const int32_t cols = r->cols;
-    float *line = worker->scratch;
-    for (int64_t row = begin; row < end; row++) {
-        const float *x = r->x + row * r->x_ld, *residual = r->residual ? r->residual + row * cols : NULL;
-        float *total = r->total ? r->total + row * cols : NULL;
-        vf squares = vf_set1(0.0f);
-        for (int32_t i = 0; i < cols; i += 16) {
-            int n = cols - i < 16 ? cols - i : 16;
-            vf v = vf_load_n(x + i, n);
-            if (residual) v = vf_add(v, vf_load_n(residual + i, n));
-            if (total) vf_store_n(total + i, v, n);
-            vf_store(line + i, v);
-            squares = vf_fma(v, v, squares);
-        }
-        vf scale = vf_set1(1.0f / sqrtf(vf_hadd(squares) / (float)cols + r->eps));
-        for (int32_t i = 0; i < cols; i += 16) {
-            int n = cols - i < 16 ? cols - i : 16;
-            vf v = vf_mul(vf_mul(vf_load(line + i), scale), vf_load_n(r->weight + i, n));
-            vf_store(line + i, v);
-            if (r->out) vf_store_n(r->out + row * cols + i, v, n);
-        }
-        if (r->quants) ns_quantise_row(r->quants, (int32_t)row, line, cols);
+    const int32_t pitch = ns_ceil_div(r->cols, NS_LANES) * NS_LANES;
+    float *lines = worker->scratch;
+    for (int64_t row = begin; row < end; row += NS_ROWS) {
+        const int count = end - row < NS_ROWS ? (int)(end - row) : NS_ROWS;
+        for (int i = 0; i < count; i++) ns_norm_row(r, row + i, lines + i * pitch);
+        if (r->quants) ns_quantise_rows(r->quants, (int32_t)row, count, lines, pitch, r->cols);
     }
 }
 
@@ -53,7 +61,7 @@ void ns_run_quant(const ns_record *record, const ns_worker *worker, int64_t begi
     (void)worker;
     for (int64_t row = begin; row < end; row++) {
         const float *x = r->x + row * r->x_ld;
-        if (r->quants) ns_quantise_row(r->quants, (int32_t)row, x, cols);
+        if (r->quants) ns_quantise_rows(r->quants, (int32_t)row, 1, x, r->x_ld, cols);
         for (int32_t i = 0; r->halves && i < pitch; i += 16) {
             uint16_t lanes[16];
             int n = cols - i < 16 ? cols - i : 16, stored = pitch - i < 16 ? pitch - i : 16;
@@ -75,7 +83,7 @@ void ns_run_gate(const ns_record *record, const ns_worker *worker, int64_t begin
             vf_store(line + i, v);
             if (r->out) vf_store_n(r->out + row * r->n + i, v, n);
         }
-        if (r->quants) ns_quantise_row(r->quants, (int32_t)row, line, r->n);
+        if (r->quants) ns_quantise_rows(r->quants, (int32_t)row, 1, line, r->n, r->n);
     }
 }
 
@@ -86,7 +94,7 @@ void ns_run_gather(const ns_record *record, const ns_worker *worker, int64_t beg
     for (int64_t row = begin; row < end; row++) {
         const float *x = r->x + r->index[row] * r->x_ld;
         if (r->out) memcpy(r->out + row * r->cols, x, (size_t)r->cols * sizeof *x);
-        if (r->quants) ns_quantise_row(r->quants, (int32_t)row, x, r->cols);
+        if (r->quants) ns_quantise_rows(r->quants, (int32_t)row, 1, x, r->x_ld, r->cols);
     }
 }
 

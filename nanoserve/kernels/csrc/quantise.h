@@ -23,10 +23,42 @@ NS_INLINE void ns_quantise(ns_qgroup *out, int32_t row, const float *x)
     out->z128_first[lane] = -128 * sums[0];
 }
 
-NS_INLINE void ns_quantise_row(ns_qgroup *quants, int32_t row, const float *x, int32_t cols)
+#if defined(NS_ISA_AVX512)
+#include "quantise_avx512.h"
+
+/* The most of `count` rows that are worth taking at once; how many those are. */
+NS_INLINE int ns_quantise_some(ns_qgroup *out, int lane, int count, const float *x, int64_t stride)
+{
+    if (count >= 16) return ns_quantise_lanes(out, lane, x, stride, 16) ? 16 : 0;
+    if (count >= 8) return ns_quantise_lanes(out, lane, x, stride, 8) ? 8 : 0;
+    if (count >= 4) return ns_quantise_lanes(out, lane, x, stride, 4) ? 4 : 0;
+    return 0;
+}
+#else
+NS_INLINE int ns_quantise_some(ns_qgroup *out, int lane, int count, const float *x, int64_t stride)
+{
+    (void)out, (void)lane, (void)count, (void)x, (void)stride;
+    return 0;
+}
+#endif
+
+/* Group `group` of `count` rows from `row` on, `stride` floats apart. */
+NS_INLINE void ns_quantise_group(ns_qgroup *quants, int32_t groups, int32_t group, int32_t row, int count,
+                                 const float *x, int64_t stride)
+{
+    for (int i = 0; i < count;) {
+        ns_qgroup *out = ns_group_at(quants, groups, row + i, group);
+        const int lane = (row + i) % NS_ROWS, rest = NS_ROWS - lane < count - i ? NS_ROWS - lane : count - i;
+        int taken = ns_quantise_some(out, lane, rest, x + i * stride, stride);
+        if (!taken) ns_quantise(out, row + i, x + i * stride), taken = 1;
+        i += taken;
+    }
+}
+
+NS_INLINE void ns_quantise_rows(ns_qgroup *quants, int32_t row, int count, const float *x, int64_t stride, int32_t cols)
 {
     for (int32_t g = 0; g < cols / NS_GROUP; g++)
-        ns_quantise(ns_group_at(quants, cols / NS_GROUP, row, g), row, x + g * NS_GROUP);
+        ns_quantise_group(quants, cols / NS_GROUP, g, row, count, x + g * NS_GROUP, stride);
 }
 
 #endif
