@@ -10,7 +10,7 @@ typedef __m512i vw;
 #define NS_TILE_ROWS 16
 #define NS_TILE_DIMS 4
 #define NS_DOT8_BIASED 1
-#define NS_SUM_ROWS 4
+#define NS_SUM_ROWS 8
 #define NS_FAR_BELOW 8
 
 NS_INLINE vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
