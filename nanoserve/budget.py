@@ -15,7 +15,7 @@ RISE = 0.6
 LEARN_AFTER = 16
 """Steps of decode rows and prompts in a row, after which one has no prompts: what decode rows cost cannot be told from
 steps of both, and prompts that are taken for dear are given so few rows that there are no other steps."""
-AIM = 0.9
+AIM = 0.8
 """Of the bound on what prompts add: steps scatter about what they should take."""
 SURPRISE = 2.0
 """A step counts for no more than this many times what was expected: it met a recording, or a busy machine."""
