@@ -25,12 +25,14 @@ static inline ns_share ns_blocks_share(int32_t rows, int64_t row_cost, int32_t t
     return share;
 }
 
-/* Few grains, so that each streams a long stretch of weights: a thread that jumps about loses the prefetcher. */
+/* Few grains, so that each streams a long stretch of weights: a thread that jumps about loses the prefetcher. With many
+ * rows a grain takes so long that half a one is a loss at the end. */
 static inline ns_share ns_linear_share(const ns_linear_rec *r, int32_t rows, int32_t threads)
 {
     const int32_t units = r->gate < 0 ? ns_ceil_div(r->w.rows, NS_LANES) : ns_ceil_div(r->w.rows / 2, NS_GROUP);
-    const int64_t spans = ns_ceil_div(rows, ns_row_span(rows, threads)), grain = units / (threads * 2);
-    return (ns_share){units * spans, grain < 1 ? 1 : grain, 0};
+    const int32_t spans = ns_ceil_div(rows, ns_row_span(rows, threads));
+    const int64_t grain = units / (threads * (rows < 2 * NS_ROWS * threads ? 2 : 4));
+    return (ns_share){(int64_t)units * spans, grain < 1 ? 1 : grain, 0};
 }
 
 static inline ns_share ns_share_of(const ns_record *record, int32_t threads)
