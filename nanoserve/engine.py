@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -28,7 +29,8 @@ log = logging.getLogger("nanoserve")
 
 
 class Engine:
-    """Keeps scheduler, runner and metrics in step. `background` holds the shapes to be recorded in idle gaps."""
+    """Keeps scheduler, runner and metrics in step. `background` holds the shapes to be recorded in idle gaps;
+    `observer`, if there is one, is told of every step that is committed."""
 
     def __init__(
         self, scheduler: Scheduler, pool: BlockPool, runner: StepRunner, metrics: Metrics, *, paranoid: bool = False
@@ -36,6 +38,7 @@ class Engine:
         self.runner = runner
         self.scheduler = scheduler
         self.background: deque[Shape] = deque()
+        self.observer: Callable[[StepPlan, StepOutcome], None] | None = None
         self._pool = pool
         self._metrics = metrics
         self._paranoid = paranoid
@@ -84,6 +87,8 @@ class Engine:
     def commit(self, plan: StepPlan, outcome: StepOutcome) -> list[NewToken]:
         """The tokens that count: those of sequences that were still wanted when the step ended."""
         self._account(plan, outcome)
+        if self.observer is not None:
+            self.observer(plan, outcome)
         taken = set(self.scheduler.commit({new.sequence: new.token for new in outcome.tokens}))
         self._metrics.counters.generated_tokens += len(taken)
         if self._paranoid:

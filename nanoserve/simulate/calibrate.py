@@ -1,7 +1,7 @@
 """`nanoserve simulate --calibrate`: time steps of the real engine on this machine, fit, write a cost file.
 
-Two parts. The steps themselves, by hand, over a grid of shapes. Then what the event loop adds to each: the gap that
-clients of the real AsyncEngine see, less what the fitted step accounts for.
+Two parts. The steps themselves, by hand, over a grid of shapes. Then what the event loop adds to each: what steps
+of the real AsyncEngine take while it serves, less what the fit says they take alone, and how far they scatter.
 """
 
 from __future__ import annotations
@@ -11,30 +11,38 @@ import sys
 from dataclasses import dataclass, replace
 from statistics import median
 
+import numpy as np
+
 from nanoserve import __version__
 from nanoserve.bench.client import settled_heap
 from nanoserve.bench.tables import Column, Record, Table, milliseconds, publish, thousands
 from nanoserve.boot import Booted
-from nanoserve.buckets import row_buckets
+from nanoserve.buckets import GraphKey, row_buckets
 from nanoserve.build import Prepared, prepare
 from nanoserve.config import EngineConfig, choose_step_rows
 from nanoserve.metrics import Metrics
 from nanoserve.models.config import load_config
 from nanoserve.probe import cores
-from nanoserve.simulate.costs import Costs, Curve, Read, Work, save_costs
-from nanoserve.simulate.fit import Fit, Sample, fit_costs, fit_line
+from nanoserve.sequence import StepPlan
+from nanoserve.simulate.costs import Costs, Curve, Read, save_costs
+from nanoserve.simulate.fit import Fit, Sample, Served, fit_costs, fit_host
 from nanoserve.simulate.forms import Former, PagedFormer, RectangleFormer
 from nanoserve.simulate.live import serve_live
-from nanoserve.simulate.result import percentiles
 from nanoserve.simulate.steps import HandMadeStep, chunk_sizes, grid, time_steps
 from nanoserve.simulate.trace import Lengths, Mix
 from nanoserve.source import resolve
+from nanoserve.step import StepOutcome
 
 CONTEXTS = (64, 256, 1024)
 FILL = 0.01
 """What the K/V pool is filled with: pages that were never written to are no memory, and cost nothing to read."""
-HOST_TOKENS, HOST_ROUNDS = 96, 2
-"""Of a request whose steps show what the event loop adds, a third of them its prompt's; requests of each stream."""
+HOST_TOKENS, HOST_ROUNDS = 96, 6
+"""Of a request at most, half of them its prompt's, where steps are to show what the event loop adds; requests of each
+stream."""
+NEAR = 8
+"""Rows by which steps of the same graphs may differ and be alike."""
+FEWEST_ALIKE = 3
+"""Steps of a kind, whose median counts: single ones met whatever else the machine did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +82,19 @@ def calibrate(args: argparse.Namespace) -> int:
         steps, samples = measure_steps(prepared, ladders, read, args.calibrate_seconds)
         fit = fit_costs(samples, body_rows=ladders.body, head_rows=ladders.rows)
         costs = _costs(args, prepared, read, fit)
-        host = measure_host(prepared, metrics, costs, ladders.rows)
-    base, row = fit_line([(streams, extra) for streams, _, extra in host], [gap for _, gap, _ in host])
-    costs = replace(costs, host_step=base, host_row=row)
+        alike = measure_served(prepared, metrics, costs, _former(prepared, read), ladders.rows)
+    served = [_median_of(steps) for steps in alike]
+    host = fit_host(served)
+    costs = replace(
+        costs,
+        host_step=host["host_step"],
+        host_row=host["host_row"],
+        host_request=host["host_request"],
+        host_share=host["host_share"],
+        scatter=scatter_of(alike),
+    )
     save_costs(args.costs, costs)
-    tables = [_steps_table(steps, samples, fit), _host_table(host, costs)]
+    tables = [_steps_table(steps, samples, fit), _served_table(served, costs)]
     errors = [abs(error) for error in fit.errors]
     summary: Record = {"costs": str(args.costs), **costs.measured, "fit_error_max": max(errors)}
     heading = f"Costs of {costs.describe()}, written to {args.costs}"
@@ -99,22 +115,46 @@ def measure_steps(
     return steps, [Sample(each, taken) for each, taken in zip(works, medians, strict=True)]
 
 
-def measure_host(
-    prepared: Prepared, metrics: Metrics, costs: Costs, rows: tuple[int, ...]
-) -> list[tuple[int, float, float]]:
-    """(streams, median gap, what of it no step accounts for), for a few numbers of streams."""
+def measure_served(
+    prepared: Prepared, metrics: Metrics, costs: Costs, former: Former, rows: tuple[int, ...]
+) -> list[list[Served]]:
+    """Steps that are alike, together, from closed loops of a few sizes whose prompts and answers differ in length, so
+    that steps have prompts beside decoding."""
     booted = Booted(prepared.engine, prepared.intake, prepared.choices.kernels, {})
     tokens = min(HOST_TOKENS, prepared.pool.max_model_len)
-    prompt, output = tokens // 3, tokens - tokens // 3
-    found = []
+    lengths = Lengths.parse(f"uniform:{max(1, tokens // 8)}:{max(1, tokens // 2)}")
+    alike: dict[tuple[int, tuple[GraphKey, ...]], list[Served]] = {}
+
+    def note(plan: StepPlan, outcome: StepOutcome) -> None:
+        form = former.form(plan)
+        compute = sum(costs.compute_seconds(work) for work in form.works)
+        step = Served(len(outcome.tokens), len(outcome.tokens) - len(plan.decode), compute, outcome.seconds)
+        alike.setdefault((form.real_rows // NEAR, form.keys), []).append(step)
+
+    prepared.engine.observer = note
     for streams in sorted({1, rows[len(rows) // 2], rows[-1]}):
-        mix = Mix(streams * HOST_ROUNDS, Lengths.parse(str(prompt)), Lengths.parse(str(output)))
-        load = mix.closed(streams)
-        done = serve_live(lambda report: booted, metrics, load, vocab_size=prepared.model.vocab_size)
-        gap = percentiles(done.gaps)["p50"] or 0.0
-        step = costs.compute_seconds(Work(streams, streams, streams * (prompt + output // 2), 0))
-        found.append((streams, gap, gap - step))
-    return found
+        load = Mix(streams * HOST_ROUNDS, lengths, lengths).closed(streams)
+        serve_live(lambda report: booted, metrics, load, vocab_size=prepared.model.vocab_size)
+    prepared.engine.observer = None
+    return [steps for steps in alike.values() if len(steps) >= FEWEST_ALIKE]
+
+
+def scatter_of(alike: list[list[Served]]) -> tuple[float, ...]:
+    """Quantiles of all steps' times, for what each computes, over the median of its like: 0, 1, … 100 %."""
+    ratios = []
+    for steps in alike:
+        each = [step.seconds / step.compute for step in steps]
+        ratios += [ratio / median(each) for ratio in each]
+    return tuple(float(quantile) for quantile in np.quantile(ratios, np.linspace(0.0, 1.0, 101)))
+
+
+def _median_of(steps: list[Served]) -> Served:
+    return Served(
+        tokens=median(step.tokens for step in steps),
+        requests=median(step.requests for step in steps),
+        compute=median(step.compute for step in steps),
+        seconds=median(step.seconds for step in steps),
+    )
 
 
 def _former(prepared: Prepared, read: Read) -> Former:
@@ -201,19 +241,26 @@ def _steps_table(steps: list[HandMadeStep], samples: list[Sample], fit: Fit) -> 
     return Table("steps", "Steps", "medians of passes over all of them; errors of the fit", columns, records)
 
 
-def _host_table(host: list[tuple[int, float, float]], costs: Costs) -> Table:
+def _served_table(served: list[Served], costs: Costs) -> Table:
+    fitted_seconds = [
+        costs.host_seconds(step.tokens, step.requests) + (1 + costs.host_share) * step.compute for step in served
+    ]
     records: list[Record] = [
-        {"streams": streams, "gap_seconds": gap, "extra_seconds": extra, "fitted_seconds": costs.host_seconds(streams)}
-        for streams, gap, extra in host
+        {
+            "tokens": step.tokens,
+            "requests": step.requests,
+            "compute_seconds": step.compute,
+            "seconds": step.seconds,
+            "error": fitted / step.seconds - 1,
+        }
+        for step, fitted in sorted(zip(served, fitted_seconds, strict=True), key=lambda pair: pair[0].compute)
     ]
     columns = (
-        Column("streams", "streams"),
-        Column("gap_seconds", "gap p50", milliseconds),
-        Column("extra_seconds", "beyond the step", _fine_milliseconds),
-        Column("fitted_seconds", "fitted", _fine_milliseconds),
+        Column("tokens", "tokens"),
+        Column("requests", "first ones"),
+        Column("compute_seconds", "alone", milliseconds),
+        Column("seconds", "served", milliseconds),
+        Column("error", "fit off by", lambda value: f"{value:+.1%}"),
     )
-    return Table("host", "The event loop's part", "clients of the engine in this process", columns, records)
-
-
-def _fine_milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:,.2f} ms"
+    about = "medians of steps alike, and what they take alone by the fit above"
+    return Table("served", "Steps while the engine in this process serves", about, columns, records)

@@ -1,9 +1,13 @@
 """What a step costs: seconds as a function of its rows, its logit rows and the context they read.
 
     step  =  host_step + host_row * tokens chosen                the event loop's part that no step hides, first
-           + sum over forwards:  body(rows) + head(logit rows)                       curves through measured sizes
+           + host_request * first tokens among them
+           + (1 + host_share) * sum over forwards:
+                                 body(rows) + head(logit rows)                       curves through measured sizes
                                  + decode_context * positions the decode rows read
                                  + chunk_context  * positions the prompt rows read
+
+    all of it times one of `scatter`, drawn for each step: a machine has more to do than this
 
 Linear in what is unknown, so that it can be fitted (`fit`), and few enough numbers to be written by hand.
 """
@@ -70,6 +74,10 @@ class Costs:
     host_step       of the event loop for each step: planning, filling, waking up. What is done beside a step counts as
                     far as it makes that one longer
     host_row        likewise for each token chosen: bookkeeping, text, its reader
+    host_request    likewise for each first token: its request is read, begun and, some day, ended
+    host_share      by what share of itself a forward takes longer while the event loop works beside it
+    scatter         quantiles, evenly spaced from the least to the most, of a served step's time over the median of its
+                    like; none: steps that are alike take alike
     measured        where they come from, as text for people
     """
 
@@ -81,13 +89,18 @@ class Costs:
     chunk_context: float
     host_step: float = 0.0
     host_row: float = 0.0
+    host_request: float = 0.0
+    host_share: float = 0.0
+    scatter: tuple[float, ...] = ()
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("decode_context", "chunk_context", "host_step", "host_row"):
+        for name in ("decode_context", "chunk_context", "host_step", "host_row", "host_request", "host_share"):
             value = getattr(self, name)
             if not (isfinite(value) and value >= 0):
-                raise ValueError(f"{name} is {value}; it must be a number of seconds, at least 0")
+                raise ValueError(f"{name} is {value}; it must be a number, at least 0")
+        if any(not (isfinite(ratio) and ratio > 0) for ratio in self.scatter):
+            raise ValueError("scatter is ratios above 0")
 
     @property
     def plans_ahead(self) -> bool:
@@ -103,9 +116,22 @@ class Costs:
             + self.chunk_context * work.chunk_context
         )
 
-    def host_seconds(self, tokens: int) -> float:
-        """The event loop's part of a step that chooses `tokens` tokens."""
-        return self.host_step + self.host_row * tokens
+    def host_seconds(self, tokens: float, requests: float) -> float:
+        """What the event loop puts before a step that chooses `tokens` tokens, `requests` of them first ones."""
+        return self.host_step + self.host_row * tokens + self.host_request * requests
+
+    def served_seconds(self, works: Sequence[Work]) -> float:
+        """The forwards of a step while the event loop serves."""
+        return (1 + self.host_share) * sum([self.compute_seconds(work) for work in works])
+
+    def scattered(self, chance: float) -> float:
+        """The ratio below which a share `chance` (0 to 1) of all steps stays."""
+        if not self.scatter:
+            return 1.0
+        place = chance * (len(self.scatter) - 1)
+        low = min(int(place), len(self.scatter) - 2) if len(self.scatter) > 1 else 0
+        high = min(low + 1, len(self.scatter) - 1)
+        return self.scatter[low] + (self.scatter[high] - self.scatter[low]) * (place - low)
 
     def describe(self) -> str:
         named = ", ".join(f"{value}" for value in self.measured.values() if isinstance(value, str))
@@ -168,7 +194,8 @@ def _parse(document: Mapping[str, Any]) -> Costs:
     body, head = _curve(fields.pop("body")), _curve(fields.pop("head"))
     if not body.knots:
         raise ValueError("the body has no cost")
-    return Costs(body=body, head=head, **fields)
+    scatter = tuple(float(ratio) for ratio in fields.pop("scatter", ()))
+    return Costs(body=body, head=head, scatter=scatter, **fields)
 
 
 def _curve(knots: Sequence[Sequence[float]]) -> Curve:

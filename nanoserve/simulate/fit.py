@@ -52,11 +52,25 @@ def fit_costs(samples: Sequence[Sample], *, body_rows: Sequence[int], head_rows:
     )
 
 
-def fit_line(points: Sequence[tuple[int, float]], of: Sequence[float]) -> tuple[float, float]:
-    """(base, slope), neither negative, of the line closest to `points`, each miss measured as a share of its `of`."""
-    matrix = np.array([[1.0, float(x)] for x, _ in points]) / np.array(of)[:, None]
-    base, slope = non_negative_least_squares(matrix, np.array([y for _, y in points]) / np.array(of))
-    return float(base), float(slope)
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A step beside the event loop: `seconds` of it, where its forwards alone take `compute`. It chose `tokens` tokens,
+    `requests` of them a request's first."""
+
+    tokens: float
+    requests: float
+    compute: float
+    seconds: float
+
+
+def fit_host(served: Sequence[Served]) -> dict[str, float]:
+    """host_step, host_row, host_request and host_share, none negative: the closest to what the steps take beyond their
+    forwards, each miss measured as a share of the step."""
+    seconds = np.array([step.seconds for step in served])
+    features = np.array([[1.0, step.tokens, step.requests, step.compute] for step in served]) / seconds[:, None]
+    beyond = np.array([step.seconds - step.compute for step in served])
+    found = non_negative_least_squares(features, beyond / seconds)
+    return dict(zip(("host_step", "host_row", "host_request", "host_share"), map(float, found), strict=True))
 
 
 def non_negative_least_squares(matrix: Matrix, target: Matrix) -> Matrix:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from random import Random
 
 from nanoserve import __version__
 from nanoserve.admission import Admission, Limits
@@ -41,6 +42,8 @@ from nanoserve.simulate.trace import Ask, Load
 
 GREEDY = SamplingParams(temperature=0.0)
 MOST_TOKEN_IDS = 1 << 31
+SCATTER_SEED = 0
+"""The same load on the same costs is the same simulation."""
 FIRST = Ask(0.0, 8, 8)
 """A request that has been served, alone, when a load begins."""
 Observer = Callable[[float, StepPlan], None]
@@ -92,9 +95,9 @@ def simulate(sizes: Sizes, costs: Costs, load: Load, *, observe: Observer | None
 def experienced(budget: StepBudget, costs: Costs) -> StepBudget:
     """`budget`, once it has seen the steps of FIRST: what rows cost is nothing that it learns under load alone."""
     prompt = FIRST.prompt_tokens
-    budget.observe(0, prompt, costs.compute_seconds(Work(prompt, 1, 0, prompt * (prompt + 1) // 2)))
+    budget.observe(0, prompt, costs.served_seconds([Work(prompt, 1, 0, prompt * (prompt + 1) // 2)]))
     for context in range(prompt + 1, FIRST.tokens):
-        budget.observe(1, 0, costs.compute_seconds(Work(1, 1, context, 0)))
+        budget.observe(1, 0, costs.served_seconds([Work(1, 1, context, 0)]))
     return budget
 
 
@@ -123,6 +126,7 @@ class _Simulation:
         self._former = _former(sizes, costs, self._limit)
         self._arrivals = load.opening()
         heapify(self._arrivals)
+        self._chance = Random(SCATTER_SEED)
         self._index: dict[Sequence, int] = {}
         self._asked_at: dict[Sequence, float] = {}
         self._told_at: dict[Sequence, float] = {}
@@ -162,10 +166,12 @@ class _Simulation:
         while True:
             form = self._former.form(plan)
             chosen = _chosen(plan)
-            launched = now + self._costs.host_seconds(len(chosen))
+            launched = now + self._costs.host_seconds(len(chosen), len(chosen) - len(plan.decode))
             self._deliver(ready, launched)
-            seconds = sum([self._costs.compute_seconds(work) for work in form.works])
-            ended = launched + seconds
+            expected_end = launched + self._costs.served_seconds(form.works)
+            # As the engine measures it: from the plan, or the end of the step before.
+            seconds = (expected_end - now) * self._costs.scattered(self._chance.random())
+            ended = max(launched, now + seconds)
             following = self._plan_ahead(launched + PLAN_AHEAD_AT * expected, ended)
             self._account(plan, form, now, ended)
             self._arrive(ended)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,23 @@ from hypothesis import strategies as st
 
 from nanoserve.errors import ConfigError
 from nanoserve.simulate.costs import Costs, Curve, Work, costs_by_hand, load_costs, save_costs
-from nanoserve.simulate.fit import Sample, fit_costs, fit_line, non_negative_least_squares
+from nanoserve.simulate.fit import Sample, Served, fit_costs, fit_host, non_negative_least_squares
 
 CURVE = Curve(((1, 2.0), (4, 5.0), (8, 6.0)))
-COSTS = Costs("paged", False, CURVE, Curve(((1, 0.5),)), 1e-6, 2e-6, 1e-3, 1e-5, {"model": "m", "threads": 2})
+COSTS = Costs(
+    "paged",
+    False,
+    CURVE,
+    Curve(((1, 0.5),)),
+    1e-6,
+    2e-6,
+    host_step=1e-3,
+    host_row=1e-5,
+    host_request=1e-4,
+    host_share=0.1,
+    scatter=(0.5, 1.0, 2.0),
+    measured={"model": "m", "threads": 2},
+)
 
 
 @pytest.mark.parametrize(
@@ -35,14 +49,14 @@ def test_curve_without_knots_costs_nothing_and_with_one_is_flat() -> None:
 def test_step_is_the_sum_of_its_parts() -> None:
     assert COSTS.compute_seconds(Work(2, 1, 1000, 500)) == pytest.approx(3.0 + 0.5 + 1e-3 + 1e-3)
     assert COSTS.compute_seconds(Work(2, 0, 0, 0)) == pytest.approx(3.0)
-    assert COSTS.host_seconds(10) == pytest.approx(1e-3 + 1e-4)
+    assert COSTS.host_seconds(10, 2) == pytest.approx(1e-3 + 1e-4 + 2e-4)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 100])
 def test_costs_by_hand_are_base_and_row_and_context(rows: int) -> None:
     costs = costs_by_hand("3,0.5,0.001", "paged")
     assert costs.compute_seconds(Work(rows, rows, 200, 100)) == pytest.approx((3 + 0.5 * rows + 0.3) / 1e3)
-    assert costs.host_seconds(rows) == 0.0
+    assert costs.host_seconds(rows, rows) == 0.0
 
 
 @pytest.mark.parametrize("text", ["", "1", "1,2", "1,2,3,4", "a,b,c", "-1,2,3", "0,0,1", "nan,1,1", "inf,1,1"])
@@ -72,6 +86,8 @@ def test_costs_come_back_as_they_were_saved(tmp_path: Path) -> None:
         {"body": [[1, "x"]]},
         {"decode_context": -1e-9},
         {"host_step": float("nan")},
+        {"host_share": -0.1},
+        {"scatter": [1.0, 0.0]},
         {"speed": 3},
     ],
 )
@@ -149,9 +165,30 @@ def test_least_squares_meets_the_conditions_of_an_optimum(seed: int, rows: int, 
     assert np.abs(gradient * solution).max() <= 1e-6
 
 
-def test_line_is_exact_through_points_on_one_and_never_falls() -> None:
-    assert fit_line([(1, 0.3), (8, 1.0), (32, 3.4)], [1.0, 2.0, 9.0]) == pytest.approx((0.2, 0.1))
-    base, slope = fit_line([(1, 0.5), (32, 0.1)], [1.0, 1.0])
-    assert base == pytest.approx(0.3)
-    assert slope == 0.0
-    assert fit_line([(1, 0.5), (32, -3.0)], [1.0, 1e3]) == pytest.approx((0.5, 0.0), abs=1e-5), "a small share of it"
+def test_what_the_event_loop_adds_is_found_where_it_was_put_in() -> None:
+    steps = [(1, 0, 2e-3), (8, 0, 4e-3), (32, 1, 1e-2), (31, 4, 3e-2), (5, 2, 4e-2)]
+    served = [Served(n, first, c, 1e-4 + 2e-5 * n + 3e-4 * first + 1.05 * c) for n, first, c in steps]
+    found = fit_host(served)
+    assert list(found.values()) == pytest.approx([1e-4, 2e-5, 3e-4, 0.05])
+    costs = replace(COSTS, **found)
+    assert costs.host_seconds(31, 4) == pytest.approx(1e-4 + 31 * 2e-5 + 4 * 3e-4)
+
+
+def test_steps_that_are_faster_beside_the_event_loop_than_alone_add_nothing() -> None:
+    assert set(fit_host([Served(n, 0, 1e-2, 9e-3) for n in (1, 8, 32)]).values()) == {0.0}
+
+
+def test_forwards_of_a_step_take_longer_by_a_share_while_the_event_loop_serves() -> None:
+    works = [Work(4, 1, 100, 0), Work(8, 0, 0, 50)]
+    alone = (5.0 + 0.5 + 100 * 1e-6) + (6.0 + 50 * 2e-6)
+    assert COSTS.served_seconds(works) == pytest.approx(1.1 * alone)
+
+
+@pytest.mark.parametrize(("chance", "ratio"), [(0.0, 0.5), (0.25, 0.75), (0.5, 1.0), (0.75, 1.5), (1.0, 2.0)])
+def test_scatter_is_straight_between_its_quantiles(chance: float, ratio: float) -> None:
+    assert COSTS.scattered(chance) == pytest.approx(ratio)
+
+
+def test_scatter_of_one_quantile_or_none_is_the_same_for_every_step() -> None:
+    assert {replace(COSTS, scatter=(1.25,)).scattered(chance) for chance in (0.0, 0.5, 1.0)} == {1.25}
+    assert {replace(COSTS, scatter=()).scattered(chance) for chance in (0.0, 0.5, 1.0)} == {1.0}

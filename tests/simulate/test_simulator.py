@@ -26,7 +26,9 @@ from tests.tiny_engine import Ask as EngineAsk
 from tests.tiny_folder import write_served_model
 
 COSTS = costs_by_hand("3,0.5,0.001", "paged")
-HOST = replace(COSTS, host_step=0.001, host_row=0.0001)
+HOST = replace(
+    COSTS, host_step=0.001, host_row=0.0001, host_request=0.0002, host_share=0.05, scatter=(0.8, 1.0, 1.1, 3.0)
+)
 
 
 @st.composite
@@ -136,10 +138,10 @@ def test_closed_loop_never_has_more_requests_than_streams(streams: int, requests
 def test_times_of_one_request_are_those_of_its_steps() -> None:
     """A prefill of 10 rows, then two decode steps at contexts 11 and 12; a token is told when the next step is under
     way, the last one at once."""
-    result = simulate(Sizes(), HOST, OpenLoop([Ask(5.0, 10, 3)], "one"))
-    host = 0.0011
-    prefill = (3 + 10 * 0.5 + 0.001 * 55) / 1e3
-    first, second = (3 + 0.5 + 0.001 * 11) / 1e3, (3 + 0.5 + 0.001 * 12) / 1e3
+    result = simulate(Sizes(), replace(HOST, scatter=()), OpenLoop([Ask(5.0, 10, 3)], "one"))
+    host, request = 0.0011, 0.0002
+    prefill = 1.05 * (3 + 10 * 0.5 + 0.001 * 55) / 1e3 + request
+    first, second = (1.05 * (3 + 0.5 + 0.001 * context) / 1e3 for context in (11, 12))
     assert list(result.ttfts) == pytest.approx([host + prefill + host])
     gaps = result.gaps.percentiles()
     assert gaps["max"] == pytest.approx(first + host)
@@ -147,6 +149,12 @@ def test_times_of_one_request_are_those_of_its_steps() -> None:
     assert result.started == 5.0
     assert result.seconds == pytest.approx(3 * host + prefill + first + second)
     assert result.busy_seconds == pytest.approx(result.seconds)
+
+
+def test_a_step_takes_as_long_as_the_scatter_has_it() -> None:
+    load = OpenLoop([Ask(0.0, 10, 3)], "one")
+    plain, slow = (simulate(Sizes(), replace(HOST, scatter=scatter), load) for scatter in ((), (1.5,)))
+    assert slow.busy_seconds == pytest.approx(1.5 * plain.busy_seconds)
 
 
 def test_next_request_of_a_stream_misses_the_step_planned_before_its_last_token_was_told() -> None:
@@ -214,8 +222,8 @@ def test_urgent_request_passes_those_that_wait() -> None:
 
 
 def test_prompt_takes_no_more_rows_than_the_gap_has_time_for() -> None:
-    """Rows of 1 ms and nothing else, one stream decoding, 4 ms to spend: once it is known what a row costs beside
-    others, four of a prompt in a step."""
+    """Rows of 1 ms and nothing else, one stream decoding, 5 ms to spend and four fifths of them aimed at: once it is
+    known what a row costs beside others, four of a prompt in a step."""
     costs = costs_by_hand("0,1,0", "paged")
     load = OpenLoop([Ask(0.0, 8, 40), Ask(0.02, 100, 1)], "two")
     chunks: list[int] = []
@@ -224,14 +232,14 @@ def test_prompt_takes_no_more_rows_than_the_gap_has_time_for() -> None:
         if plan.decode and plan.chunks:
             chunks.append(plan.prefill_tokens)
 
-    gap = simulate(Sizes(prefill_gap_seconds=0.004), costs, load, observe=note).gaps.percentiles()["max"]
+    gap = simulate(Sizes(prefill_gap_seconds=0.005), costs, load, observe=note).gaps.percentiles()["max"]
     bounded, chunks = chunks, []
     simulate(Sizes(prefill_gap_seconds=1.0), costs, load, observe=note)
     assert chunks == [100]
     assert set(bounded[9:-1]) == {4}
     assert sum(bounded) == 100
     assert gap == pytest.approx(0.001 * (1 + max(bounded)))
-    assert max(bounded) == 6
+    assert max(bounded) == 7
 
 
 def test_requests_that_never_fit_are_counted_and_a_stream_goes_on_without_them() -> None:
