@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from time import sleep
 
 from tqdm import tqdm
 
@@ -36,6 +37,9 @@ from nanoserve.bench.tables import Column, Record, Table, milliseconds, percent,
 from nanoserve.errors import ConfigError
 from nanoserve.probe import cores
 from nanoserve.source import resolve
+
+REST_SECONDS = 0.05
+"""Before a turn: compute threads of the engine before may spin for milliseconds once its work is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +153,7 @@ def _in_turn(
     for turn in range(repeats + 1):
         first = turn % len(contenders)
         for contender in (*contenders[first:], *contenders[:first]):
+            sleep(REST_SECONDS)
             value = sample(contender)
             if turn:
                 samples[contender.name].append(value)
