@@ -244,5 +244,26 @@ def test_a_rows_product_has_the_same_bits_in_any_batch(harness: Harness, kind: s
         assert torch.equal(part, whole[200 - rows :])
 
 
+@pytest.mark.parametrize("kind", [*NATIVE_TYPES])
+def test_rows_made_int8_together_have_the_bits_of_each_alone(harness: Harness, kind: str) -> None:
+    """After a norm and after a gate, with rows among them that are zero, next to nothing, or not finite."""
+    x, ones = torch.randn(45, 256), torch.ones(256)
+    x[3], x[30], x[7, 40], x[20, 3] = 0.0, 1e-34, float("nan"), float("inf")
+    up, down = quantised(kind, 512, 256), quantised(kind, 40, 256, seed=1)
+
+    def layer(recorder: Recorder, rows: Tensor) -> tuple[Tensor, Tensor]:
+        normed = recorder.rms_norm(feed(recorder, rows), ones, 1e-5)
+        return recorder.linear(normed, down), recorder.linear(recorder.silu_mul(recorder.linear(normed, up)), down)
+
+    alone = [harness.run(lambda r, row=row: layer(r, x[row : row + 1])) for row in range(45)]
+    for start, stop in ((0, 45), (0, 16), (2, 6), (4, 13), (1, 36), (5, 28)):
+        together = harness.run(lambda r, start=start, stop=stop: layer(r, x[start:stop]))
+        for output in range(2):
+            each = torch.cat([outputs[output] for outputs in alone[start:stop]])
+            torch.testing.assert_close(together[output], each, rtol=0, atol=0, equal_nan=True)
+    assert alone[7][0].isnan().all()
+    assert alone[3][0].eq(0).all()
+
+
 def test_kinds_cover_every_packing() -> None:
     assert {quantised(name, 1, 256).kind for name in NATIVE_TYPES} == {kind for kind in Kind if not kind.is_dense}
