@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import pytest
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, SamplingParams, stepper
 from nanoserve.errors import ContextLengthExceeded, InvalidRequest, ModelUnavailable
 from nanoserve.sequence import StepPlan
 from tests.tiny_engine import NATIVE, tiny_config
@@ -187,6 +191,46 @@ def test_model_can_be_used_again_when_a_batch_was_interrupted(folder: Path, kern
     engine.check()
     assert llm.metrics.gauges.running == llm.metrics.gauges.waiting == 0
     assert text_of(llm, "hello") == wanted
+
+
+def interrupt_at(line: int) -> Callable[[FrameType, str, Any], Any]:
+    """A trace function that raises before the `line`th line of the stepper is run, whatever calls it."""
+    left = line
+
+    def step(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal left
+        left -= event == "line"
+        if left == 0:
+            raise KeyboardInterrupt
+        return step
+
+    def call(frame: FrameType, event: str, argument: Any) -> Any:
+        return step if frame.f_code.co_filename == stepper.__file__ else None
+
+    return call
+
+
+def test_model_can_be_used_again_wherever_in_a_step_an_interrupt_fell(folder: Path, kernels: dict[str, Any]) -> None:
+    llm = LLM(config=tiny_config(folder, **kernels))
+    params = replace(GREEDY, max_tokens=4)
+    wanted = text_of(llm, "hello", params)
+    for line in range(1, 1000):
+        sys.settrace(interrupt_at(line))
+        try:
+            llm.generate(["hello", "x" * 40], params, progress=False)
+        except KeyboardInterrupt:
+            interrupted = True
+        else:
+            interrupted = False
+        finally:
+            sys.settrace(None)
+        gauges = llm.metrics.gauges
+        assert (gauges.running, gauges.waiting, gauges.blocks_used) == (0, 0, 0)
+        llm._engine.check()
+        assert text_of(llm, "hello", params) == wanted
+        if not interrupted:
+            break
+    assert 30 < line < 999, "every line of some steps"
 
 
 def test_model_argument_is_refused_in_one_line_when_there_is_no_such_model(tmp_path: Path) -> None:

@@ -147,6 +147,22 @@ def test_a_launch_returns_at_once_and_tells_its_end_through_the_descriptor(faste
     harness.pool.close()
 
 
+def test_the_end_has_been_told_once_nothing_runs(fastest: native_lib.NativeLibrary) -> None:
+    """Or a descriptor that is closed then is written to when it is somebody else's."""
+    harness = Harness(fastest, threads=2)
+    out = feed(harness.recorder, torch.randn(4, 64))
+    program = segments([harness.recorder.finish()])
+    harness.live[0] = 4
+    descriptor = os.eventfd(0, os.EFD_NONBLOCK)
+    for _ in range(3000):
+        harness.pool.launch(program, descriptor)
+        harness.pool.wait()
+        assert os.eventfd_read(descriptor) == 1  # raises if nothing was written yet
+    os.close(descriptor)
+    assert out.shape == (4, 64)
+    harness.pool.close()
+
+
 def weight_of(packed):  # type: ignore[no-untyped-def]
     from nanoserve.kernels.native_pack import unpack
 

@@ -54,7 +54,8 @@ struct ns_pool {
     int64_t started;      /* when the program that runs began: nanoseconds of a monotonic clock */
     _Atomic int64_t took; /* how long the last one that is over ran */
     _Atomic int32_t stop;
-    _Atomic int32_t open;    /* launches whose end has not been told */
+    _Atomic int32_t open;    /* launches that are not over */
+    _Atomic int32_t untold;  /* launches whose descriptor has not been written to; those that have none count too */
     _Atomic int32_t running; /* records are left */
     _Atomic(const ns_record *) record; /* null: a launch, which is one empty job */
     _Atomic int64_t jobs;
@@ -63,7 +64,7 @@ struct ns_pool {
     _Alignas(NS_LINE) _Atomic int64_t left; /* grains of the open record that are not over */
     ns_word launch; /* changes when there is a program */
     ns_word turn;   /* changes when the next record is open */
-    ns_word done;   /* changes when a program is over */
+    ns_word done;   /* changes when a program's end has been told */
 };
 
 /* Round to nearest, denormals kept: a library loaded elsewhere may have set this thread's parent otherwise. */
@@ -127,11 +128,12 @@ static int ns_finish(ns_pool *pool)
             more = 1;
         }
     }
-    ns_word_bump(&pool->done);
     if (fd >= 0) {
         const uint64_t one = 1;
         while (write(fd, &one, sizeof one) < 0 && errno == EINTR) continue;
     }
+    atomic_fetch_sub(&pool->untold, 1);
+    ns_word_bump(&pool->done);
     return more;
 }
 
@@ -270,6 +272,7 @@ int ns_pool_launch(ns_pool *pool, const ns_segment *segments, int32_t count, int
     memcpy(launch->segments, segments, (size_t)count * sizeof *segments);
     launch->count = count;
     launch->notify_fd = notify_fd;
+    atomic_fetch_add(&pool->untold, 1);
     if (atomic_fetch_add(&pool->open, 1)) return 0; /* who ends the one before begins this one */
     pool->started = ns_now();
     atomic_store(&pool->running, 1);
@@ -278,11 +281,12 @@ int ns_pool_launch(ns_pool *pool, const ns_segment *segments, int32_t count, int
     return 0;
 }
 
+/* Back once nothing runs and nobody will write to a descriptor any more, which may then be closed. */
 int ns_pool_wait(ns_pool *pool)
 {
     for (;;) {
         const uint32_t done = ns_word_get(&pool->done);
-        if (!atomic_load(&pool->open)) return 0;
+        if (!atomic_load(&pool->untold)) return 0;
         ns_word_wait(&pool->done, done, 0);
     }
 }
