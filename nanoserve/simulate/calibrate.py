@@ -84,15 +84,7 @@ def calibrate(args: argparse.Namespace) -> int:
         costs = _costs(args, prepared, read, fit)
         alike = measure_served(prepared, metrics, costs, _former(prepared, read), ladders.rows)
     served = [_median_of(steps) for steps in alike]
-    host = fit_host(served)
-    costs = replace(
-        costs,
-        host_step=host["host_step"],
-        host_row=host["host_row"],
-        host_request=host["host_request"],
-        host_share=host["host_share"],
-        scatter=scatter_of(alike),
-    )
+    costs = replace(fit_host(costs, served), scatter=scatter_of(alike))
     save_costs(args.costs, costs)
     tables = [_steps_table(steps, samples, fit), _served_table(served, costs)]
     errors = [abs(error) for error in fit.errors]

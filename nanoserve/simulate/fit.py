@@ -7,12 +7,12 @@ in which more rows never cost less, and whatever was not measured apart stays a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from nanoserve.simulate.costs import Curve, Work
+from nanoserve.simulate.costs import Costs, Curve, Work
 
 Matrix = npt.NDArray[np.float64]
 
@@ -63,14 +63,14 @@ class Served:
     seconds: float
 
 
-def fit_host(served: Sequence[Served]) -> dict[str, float]:
-    """host_step, host_row, host_request and host_share, none negative: the closest to what the steps take beyond their
-    forwards, each miss measured as a share of the step."""
+def fit_host(costs: Costs, served: Sequence[Served]) -> Costs:
+    """`costs` with host_step, host_row, host_request and host_share, none negative: the closest to what the steps take
+    beyond their forwards, each miss measured as a share of the step."""
     seconds = np.array([step.seconds for step in served])
     features = np.array([[1.0, step.tokens, step.requests, step.compute] for step in served]) / seconds[:, None]
     beyond = np.array([step.seconds - step.compute for step in served])
-    found = non_negative_least_squares(features, beyond / seconds)
-    return dict(zip(("host_step", "host_row", "host_request", "host_share"), map(float, found), strict=True))
+    step, row, request, share = map(float, non_negative_least_squares(features, beyond / seconds))
+    return replace(costs, host_step=step, host_row=row, host_request=request, host_share=share)
 
 
 def non_negative_least_squares(matrix: Matrix, target: Matrix) -> Matrix:

@@ -168,14 +168,15 @@ def test_least_squares_meets_the_conditions_of_an_optimum(seed: int, rows: int, 
 def test_what_the_event_loop_adds_is_found_where_it_was_put_in() -> None:
     steps = [(1, 0, 2e-3), (8, 0, 4e-3), (32, 1, 1e-2), (31, 4, 3e-2), (5, 2, 4e-2)]
     served = [Served(n, first, c, 1e-4 + 2e-5 * n + 3e-4 * first + 1.05 * c) for n, first, c in steps]
-    found = fit_host(served)
-    assert list(found.values()) == pytest.approx([1e-4, 2e-5, 3e-4, 0.05])
-    costs = replace(COSTS, **found)
+    costs = fit_host(COSTS, served)
+    found = [costs.host_step, costs.host_row, costs.host_request, costs.host_share]
+    assert found == pytest.approx([1e-4, 2e-5, 3e-4, 0.05])
     assert costs.host_seconds(31, 4) == pytest.approx(1e-4 + 31 * 2e-5 + 4 * 3e-4)
 
 
 def test_steps_that_are_faster_beside_the_event_loop_than_alone_add_nothing() -> None:
-    assert set(fit_host([Served(n, 0, 1e-2, 9e-3) for n in (1, 8, 32)]).values()) == {0.0}
+    costs = fit_host(COSTS, [Served(n, 0, 1e-2, 9e-3) for n in (1, 8, 32)])
+    assert costs.host_seconds(32, 4) == costs.host_share == 0.0
 
 
 def test_forwards_of_a_step_take_longer_by_a_share_while_the_event_loop_serves() -> None:
