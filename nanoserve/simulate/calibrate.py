@@ -24,7 +24,7 @@ from nanoserve.metrics import Metrics
 from nanoserve.models.config import load_config
 from nanoserve.probe import cores
 from nanoserve.sequence import StepPlan
-from nanoserve.simulate.costs import Costs, Curve, Read, save_costs
+from nanoserve.simulate.costs import Costs, Curve, Read, Scatter, save_costs
 from nanoserve.simulate.fit import Fit, Sample, Served, fit_costs, fit_host
 from nanoserve.simulate.forms import Former, PagedFormer, RectangleFormer
 from nanoserve.simulate.live import serve_live
@@ -41,6 +41,7 @@ HOST_TOKENS, HOST_ROUNDS = 96, 6
 stream."""
 NEAR = 8
 """Rows by which steps of the same graphs may differ and be alike."""
+SCATTERS = 3
 FEWEST_ALIKE = 3
 """Steps of a kind, whose median counts: single ones met whatever else the machine did."""
 
@@ -131,13 +132,21 @@ def measure_served(
     return [steps for steps in alike.values() if len(steps) >= FEWEST_ALIKE]
 
 
-def scatter_of(alike: list[list[Served]]) -> tuple[float, ...]:
-    """Quantiles of all steps' times, for what each computes, over the median of its like: 0, 1, … 100 %."""
-    ratios = []
-    for steps in alike:
+def scatter_of(alike: list[list[Served]]) -> tuple[Scatter, ...]:
+    """Of the shorter, the middle and the longer steps, about as many each: 0, 1, … 100 % of their times, for what each
+    computes, over the median of its like."""
+    by_length = sorted(((_median_of(steps).seconds, steps) for steps in alike), key=lambda pair: pair[0])
+    enough = sum(len(steps) for steps in alike) / SCATTERS
+    found: list[Scatter] = []
+    ratios: list[float] = []
+    for seconds, steps in by_length:
         each = [step.seconds / step.compute for step in steps]
         ratios += [ratio / median(each) for ratio in each]
-    return tuple(float(quantile) for quantile in np.quantile(ratios, np.linspace(0.0, 1.0, 101)))
+        if len(ratios) >= enough or steps is by_length[-1][1]:
+            quantiles = np.quantile(ratios, np.linspace(0.0, 1.0, 101))
+            found.append(Scatter(seconds, tuple(float(quantile) for quantile in quantiles)))
+            ratios = []
+    return tuple(found)
 
 
 def _median_of(steps: list[Served]) -> Served:

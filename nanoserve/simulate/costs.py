@@ -7,7 +7,7 @@
                                  + decode_context * positions the decode rows read
                                  + chunk_context  * positions the prompt rows read
 
-    all of it times one of `scatter`, drawn for each step: a machine has more to do than this
+    and all of it times a ratio drawn from `scatter`: a machine has more to do than this
 
 Linear in what is unknown, so that it can be fitted (`fit`), and few enough numbers to be written by hand.
 """
@@ -64,6 +64,21 @@ class Curve:
         return max(0.0, low_seconds + (high_seconds - low_seconds) * (rows - low) / (high - low))
 
 
+class Scatter(NamedTuple):
+    """How steps that take up to `seconds` scatter: quantiles, evenly spaced from the least to the most, of their time
+    over the median of their like."""
+
+    seconds: float
+    ratios: tuple[float, ...]
+
+    def at(self, chance: float) -> float:
+        """The ratio below which a share `chance` (0 to 1) of these steps stays."""
+        place = chance * (len(self.ratios) - 1)
+        low = min(int(place), max(0, len(self.ratios) - 2))
+        high = min(low + 1, len(self.ratios) - 1)
+        return self.ratios[low] + (self.ratios[high] - self.ratios[low]) * (place - low)
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
     """A machine and a model as numbers. All seconds.
@@ -76,8 +91,8 @@ class Costs:
     host_row        likewise for each token chosen: bookkeeping, text, its reader
     host_request    likewise for each first token: its request is read, begun and, some day, ended
     host_share      by what share of itself a forward takes longer while the event loop works beside it
-    scatter         quantiles, evenly spaced from the least to the most, of a served step's time over the median of its
-                    like; none: steps that are alike take alike
+    scatter         of short steps first; the last one is that of all longer steps too, since what delays a step by as
+                    much delays a short one by more of itself. None: steps that are alike take alike
     measured        where they come from, as text for people
     """
 
@@ -91,7 +106,7 @@ class Costs:
     host_row: float = 0.0
     host_request: float = 0.0
     host_share: float = 0.0
-    scatter: tuple[float, ...] = ()
+    scatter: tuple[Scatter, ...] = ()
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,8 +114,11 @@ class Costs:
             value = getattr(self, name)
             if not (isfinite(value) and value >= 0):
                 raise ValueError(f"{name} is {value}; it must be a number, at least 0")
-        if any(not (isfinite(ratio) and ratio > 0) for ratio in self.scatter):
-            raise ValueError("scatter is ratios above 0")
+        if any(after.seconds <= before.seconds for before, after in pairwise(self.scatter)):
+            raise ValueError("the seconds of scatter do not ascend")
+        for each in self.scatter:
+            if not each.ratios or any(not (isfinite(ratio) and ratio > 0) for ratio in each.ratios):
+                raise ValueError("scatter is ratios above 0")
 
     @property
     def plans_ahead(self) -> bool:
@@ -124,14 +142,12 @@ class Costs:
         """The forwards of a step while the event loop serves."""
         return (1 + self.host_share) * sum([self.compute_seconds(work) for work in works])
 
-    def scattered(self, chance: float) -> float:
-        """The ratio below which a share `chance` (0 to 1) of all steps stays."""
+    def scattered(self, seconds: float, chance: float) -> float:
+        """What a step takes that should take `seconds`, where a share `chance` of its like takes less."""
         if not self.scatter:
-            return 1.0
-        place = chance * (len(self.scatter) - 1)
-        low = min(int(place), len(self.scatter) - 2) if len(self.scatter) > 1 else 0
-        high = min(low + 1, len(self.scatter) - 1)
-        return self.scatter[low] + (self.scatter[high] - self.scatter[low]) * (place - low)
+            return seconds
+        fitting = next((each for each in self.scatter if seconds <= each.seconds), self.scatter[-1])
+        return seconds * fitting.at(chance)
 
     def describe(self) -> str:
         named = ", ".join(f"{value}" for value in self.measured.values() if isinstance(value, str))
@@ -194,7 +210,10 @@ def _parse(document: Mapping[str, Any]) -> Costs:
     body, head = _curve(fields.pop("body")), _curve(fields.pop("head"))
     if not body.knots:
         raise ValueError("the body has no cost")
-    scatter = tuple(float(ratio) for ratio in fields.pop("scatter", ()))
+    scatter = tuple(
+        Scatter(float(seconds), tuple(float(ratio) for ratio in ratios))
+        for seconds, ratios in fields.pop("scatter", ())
+    )
     return Costs(body=body, head=head, scatter=scatter, **fields)
 
 

@@ -170,7 +170,7 @@ class _Simulation:
             self._deliver(ready, launched)
             expected_end = launched + self._costs.served_seconds(form.works)
             # As the engine measures it: from the plan, or the end of the step before.
-            seconds = (expected_end - now) * self._costs.scattered(self._chance.random())
+            seconds = self._costs.scattered(expected_end - now, self._chance.random())
             ended = max(launched, now + seconds)
             following = self._plan_ahead(launched + PLAN_AHEAD_AT * expected, ended)
             self._account(plan, form, now, ended)

@@ -148,8 +148,8 @@ def test_costs_of_a_real_engine_are_measured_and_its_answers_compared(
     assert found.compute_seconds(Work(1, 1, 8, 0)) > 0  # body and head are not told apart where every step has both
     assert all(step["seconds"] > 0 for step in measured["steps"])
     assert {1, 2} <= {record["tokens"] for record in measured["served"]}
-    assert len(found.scatter) == 101
-    assert min(found.scatter) <= 1 <= max(found.scatter)
+    assert all(each.at(0.0) <= 1 <= each.at(1.0) for each in found.scatter)
+    assert found.scatter
     figures = {record["figure"]: record for record in compared["validation"]}
     assert set(figures) == {"tokens/s", "first token p50", "gap p50", "gap p99"}
     for record in figures.values():

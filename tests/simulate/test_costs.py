@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.errors import ConfigError
-from nanoserve.simulate.costs import Costs, Curve, Work, costs_by_hand, load_costs, save_costs
+from nanoserve.simulate.calibrate import scatter_of
+from nanoserve.simulate.costs import Costs, Curve, Scatter, Work, costs_by_hand, load_costs, save_costs
 from nanoserve.simulate.fit import Sample, Served, fit_costs, fit_host, non_negative_least_squares
 
 CURVE = Curve(((1, 2.0), (4, 5.0), (8, 6.0)))
@@ -28,7 +29,7 @@ COSTS = Costs(
     host_row=1e-5,
     host_request=1e-4,
     host_share=0.1,
-    scatter=(0.5, 1.0, 2.0),
+    scatter=(Scatter(0.01, (0.5, 1.0, 2.0)), Scatter(0.05, (0.9, 1.1))),
     measured={"model": "m", "threads": 2},
 )
 
@@ -87,7 +88,10 @@ def test_costs_come_back_as_they_were_saved(tmp_path: Path) -> None:
         {"decode_context": -1e-9},
         {"host_step": float("nan")},
         {"host_share": -0.1},
-        {"scatter": [1.0, 0.0]},
+        {"scatter": [1.0, 2.0]},
+        {"scatter": [[0.1, [1.0, 0.0]]]},
+        {"scatter": [[0.1, []]]},
+        {"scatter": [[0.1, [1.0]], [0.1, [1.0]]]},
         {"speed": 3},
     ],
 )
@@ -187,9 +191,25 @@ def test_forwards_of_a_step_take_longer_by_a_share_while_the_event_loop_serves()
 
 @pytest.mark.parametrize(("chance", "ratio"), [(0.0, 0.5), (0.25, 0.75), (0.5, 1.0), (0.75, 1.5), (1.0, 2.0)])
 def test_scatter_is_straight_between_its_quantiles(chance: float, ratio: float) -> None:
-    assert COSTS.scattered(chance) == pytest.approx(ratio)
+    assert COSTS.scattered(0.01, chance) == pytest.approx(0.01 * ratio)
+
+
+def test_steps_scatter_as_those_of_their_length_and_the_longest_as_the_last() -> None:
+    assert [COSTS.scattered(seconds, 1.0) for seconds in (0.001, 0.02, 3.0)] == pytest.approx([0.002, 0.022, 3.3])
 
 
 def test_scatter_of_one_quantile_or_none_is_the_same_for_every_step() -> None:
-    assert {replace(COSTS, scatter=(1.25,)).scattered(chance) for chance in (0.0, 0.5, 1.0)} == {1.25}
-    assert {replace(COSTS, scatter=()).scattered(chance) for chance in (0.0, 0.5, 1.0)} == {1.0}
+    one = replace(COSTS, scatter=(Scatter(1.0, (1.25,)),))
+    assert {one.scattered(2.0, chance) for chance in (0.0, 0.5, 1.0)} == {2.5}
+    assert {replace(COSTS, scatter=()).scattered(2.0, chance) for chance in (0.0, 0.5, 1.0)} == {2.0}
+
+
+def test_scatter_is_measured_apart_for_steps_of_different_lengths() -> None:
+    short = [Served(1, 0, 1e-3, seconds) for seconds in (1e-3, 1e-3, 1e-3, 3e-3)]
+    middle = [Served(8, 0, compute, 2 * compute) for compute in (4e-3, 5e-3, 6e-3, 7e-3)]
+    long = [Served(32, 0, 1e-2, seconds) for seconds in (9e-3, 1e-2, 1e-2, 1.1e-2)]
+    found = scatter_of([long, short, middle])
+    assert [each.seconds for each in found] == pytest.approx([1e-3, 1e-2, 1.1e-2])
+    ends = [[each.ratios[0], each.ratios[50], each.ratios[-1]] for each in found]
+    for found_ratios, wanted in zip(ends, [[1.0, 1.0, 3.0], [0.9, 1.0, 1.1], [1.0, 1.0, 1.0]], strict=True):
+        assert found_ratios == pytest.approx(wanted)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nanoserve.errors import ConfigError
 from nanoserve.sequence import StepPlan
-from nanoserve.simulate.costs import Costs, Curve, costs_by_hand
+from nanoserve.simulate.costs import Costs, Curve, Scatter, costs_by_hand
 from nanoserve.simulate.forms import Former, PagedFormer, RectangleFormer
 from nanoserve.simulate.report import Run
 from nanoserve.simulate.result import Result
@@ -27,7 +27,12 @@ from tests.tiny_folder import write_served_model
 
 COSTS = costs_by_hand("3,0.5,0.001", "paged")
 HOST = replace(
-    COSTS, host_step=0.001, host_row=0.0001, host_request=0.0002, host_share=0.05, scatter=(0.8, 1.0, 1.1, 3.0)
+    COSTS,
+    host_step=0.001,
+    host_row=0.0001,
+    host_request=0.0002,
+    host_share=0.05,
+    scatter=(Scatter(0.005, (0.8, 1.0, 1.1, 3.0)), Scatter(1.0, (0.9, 1.1))),
 )
 
 
@@ -153,7 +158,7 @@ def test_times_of_one_request_are_those_of_its_steps() -> None:
 
 def test_a_step_takes_as_long_as_the_scatter_has_it() -> None:
     load = OpenLoop([Ask(0.0, 10, 3)], "one")
-    plain, slow = (simulate(Sizes(), replace(HOST, scatter=scatter), load) for scatter in ((), (1.5,)))
+    plain, slow = (simulate(Sizes(), replace(HOST, scatter=scatter), load) for scatter in ((), (Scatter(1.0, (1.5,)),)))
     assert slow.busy_seconds == pytest.approx(1.5 * plain.busy_seconds)
 
 
