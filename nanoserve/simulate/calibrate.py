@@ -36,9 +36,9 @@ from nanoserve.step import StepOutcome
 CONTEXTS = (64, 256, 1024)
 FILL = 0.01
 """What the K/V pool is filled with: pages that were never written to are no memory, and cost nothing to read."""
-HOST_TOKENS, HOST_ROUNDS = 96, 6
+HOST_TOKENS, HOST_ROUNDS, HOST_REQUESTS = 96, 6, 48
 """Of a request at most, half of them its prompt's, where steps are to show what the event loop adds; requests of each
-stream."""
+stream, and of all at least: what happens once in a hundred steps is to be among them."""
 NEAR = 8
 """Rows by which steps of the same graphs may differ and be alike."""
 SCATTERS = 3
@@ -126,7 +126,7 @@ def measure_served(
 
     prepared.engine.observer = note
     for streams in sorted({1, rows[len(rows) // 2], rows[-1]}):
-        load = Mix(streams * HOST_ROUNDS, lengths, lengths).closed(streams)
+        load = Mix(max(HOST_REQUESTS, streams * HOST_ROUNDS), lengths, lengths).closed(streams)
         serve_live(lambda report: booted, metrics, load, vocab_size=prepared.model.vocab_size)
     prepared.engine.observer = None
     return [steps for steps in alike.values() if len(steps) >= FEWEST_ALIKE]
