@@ -307,8 +307,9 @@ class Pool:
         self._latest.append(launch)
 
     def wait(self) -> None:
-        """Return once nothing runs."""
-        self.library.slow.ns_pool_wait(self._handle)
+        """Return once nothing runs: at once after `close`, which garbage collection may have called first."""
+        if self._end.alive:
+            self.library.slow.ns_pool_wait(self._handle)
 
     def run(self, launch: Launch) -> None:
         self.launch(launch)

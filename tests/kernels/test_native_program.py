@@ -161,6 +161,7 @@ def test_the_end_has_been_told_once_nothing_runs(fastest: native_lib.NativeLibra
     os.close(descriptor)
     assert out.shape == (4, 64)
     harness.pool.close()
+    harness.pool.wait()  # for nothing
 
 
 def weight_of(packed):  # type: ignore[no-untyped-def]
