@@ -41,7 +41,7 @@ class StepEnds:
             self._settle()
             os.close(self._read_fd)
             os.close(self.write_fd)
-            self.write_fd = -1
+            self._read_fd = self.write_fd = -1
 
 
 class Stepper:

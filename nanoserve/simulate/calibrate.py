@@ -120,8 +120,8 @@ def measure_served(
 
     def note(plan: StepPlan, outcome: StepOutcome) -> None:
         form = former.form(plan)
-        compute = sum(costs.compute_seconds(work) for work in form.works)
-        step = Served(len(outcome.tokens), len(outcome.tokens) - len(plan.decode), compute, outcome.seconds)
+        tokens = len(outcome.tokens)
+        step = Served(tokens, tokens - len(plan.decode), costs.alone_seconds(form.works), outcome.seconds)
         alike.setdefault((form.real_rows // NEAR, form.keys), []).append(step)
 
     prepared.engine.observer = note
@@ -243,18 +243,15 @@ def _steps_table(steps: list[HandMadeStep], samples: list[Sample], fit: Fit) -> 
 
 
 def _served_table(served: list[Served], costs: Costs) -> Table:
-    fitted_seconds = [
-        costs.host_seconds(step.tokens, step.requests) + (1 + costs.host_share) * step.compute for step in served
-    ]
     records: list[Record] = [
         {
             "tokens": step.tokens,
             "requests": step.requests,
             "compute_seconds": step.compute,
             "seconds": step.seconds,
-            "error": fitted / step.seconds - 1,
+            "error": costs.served_seconds(step.tokens, step.requests, step.compute) / step.seconds - 1,
         }
-        for step, fitted in sorted(zip(served, fitted_seconds, strict=True), key=lambda pair: pair[0].compute)
+        for step in sorted(served, key=lambda step: step.compute)
     ]
     columns = (
         Column("tokens", "tokens"),

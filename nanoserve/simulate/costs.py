@@ -138,9 +138,13 @@ class Costs:
         """What the event loop puts before a step that chooses `tokens` tokens, `requests` of them first ones."""
         return self.host_step + self.host_row * tokens + self.host_request * requests
 
-    def served_seconds(self, works: Sequence[Work]) -> float:
-        """The forwards of a step while the event loop serves."""
-        return (1 + self.host_share) * sum([self.compute_seconds(work) for work in works])
+    def alone_seconds(self, works: Sequence[Work]) -> float:
+        """The forwards of a step, without the event loop's part."""
+        return sum([self.compute_seconds(work) for work in works])
+
+    def served_seconds(self, tokens: float, requests: float, alone: float) -> float:
+        """A step that chooses `tokens` tokens, `requests` of them first ones, whose forwards take `alone` seconds."""
+        return self.host_seconds(tokens, requests) + (1 + self.host_share) * alone
 
     def scattered(self, seconds: float, chance: float) -> float:
         """What a step takes that should take `seconds`, where a share `chance` of its like takes less."""

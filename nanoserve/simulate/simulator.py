@@ -95,9 +95,10 @@ def simulate(sizes: Sizes, costs: Costs, load: Load, *, observe: Observer | None
 def experienced(budget: StepBudget, costs: Costs) -> StepBudget:
     """`budget`, once it has seen the steps of FIRST: what rows cost is nothing that it learns under load alone."""
     prompt = FIRST.prompt_tokens
-    budget.observe(0, prompt, costs.served_seconds([Work(prompt, 1, 0, prompt * (prompt + 1) // 2)]))
+    first = costs.compute_seconds(Work(prompt, 1, 0, prompt * (prompt + 1) // 2))
+    budget.observe(0, prompt, costs.served_seconds(1, 1, first))
     for context in range(prompt + 1, FIRST.tokens):
-        budget.observe(1, 0, costs.served_seconds([Work(1, 1, context, 0)]))
+        budget.observe(1, 0, costs.served_seconds(1, 0, costs.compute_seconds(Work(1, 1, context, 0))))
     return budget
 
 
@@ -166,11 +167,12 @@ class _Simulation:
         while True:
             form = self._former.form(plan)
             chosen = _chosen(plan)
-            launched = now + self._costs.host_seconds(len(chosen), len(chosen) - len(plan.decode))
+            tokens = len(chosen), len(chosen) - len(plan.decode)
+            launched = now + self._costs.host_seconds(*tokens)
             self._deliver(ready, launched)
-            expected_end = launched + self._costs.served_seconds(form.works)
             # As the engine measures it: from the plan, or the end of the step before.
-            seconds = self._costs.scattered(expected_end - now, self._chance.random())
+            should_take = self._costs.served_seconds(*tokens, self._costs.alone_seconds(form.works))
+            seconds = self._costs.scattered(should_take, self._chance.random())
             ended = max(launched, now + seconds)
             following = self._plan_ahead(launched + PLAN_AHEAD_AT * expected, ended)
             self._account(plan, form, now, ended)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from statistics import median
@@ -13,6 +12,7 @@ from nanoserve.buckets import DecodeRow
 from nanoserve.engine import Engine
 from nanoserve.request import SamplingParams
 from nanoserve.sequence import ChunkPlan, Sequence, StepPlan
+from nanoserve.stepper import StepEnds
 
 TOKEN = 5
 """Every prompt is this token: what a step computes does not depend on which."""
@@ -116,32 +116,24 @@ def time_steps(
     plans = [step.plan(block_size, max_sequences) for step in steps]
     taken: list[list[float]] = [[] for _ in steps]
     started, passes = perf_counter(), 0
-    with _Timer(engine) as timer:
-        while passes < FEWEST_PASSES or (passes + 1) / passes * (perf_counter() - started) < budget_seconds:
-            for (before, plan), seconds in zip(plans, taken, strict=True):
-                engine.runner.run(before)
-                visit = [timer.seconds(plan)]
-                while len(visit) < MOST_REPEATS and sum(visit) < ENOUGH_SECONDS:
-                    visit.append(timer.seconds(plan))
-                seconds.append(median(visit))
-            passes += 1
+    timer = _Timer(engine)
+    while passes < FEWEST_PASSES or (passes + 1) / passes * (perf_counter() - started) < budget_seconds:
+        for (before, plan), seconds in zip(plans, taken, strict=True):
+            engine.runner.run(before)
+            visit = [timer.seconds(plan)]
+            while len(visit) < MOST_REPEATS and sum(visit) < ENOUGH_SECONDS:
+                visit.append(timer.seconds(plan))
+            seconds.append(median(visit))
+        passes += 1
     return [median(seconds) for seconds in taken]
 
 
 class _Timer:
-    """Runs steps, one at a time. The pipe is what a started one is waited for with."""
+    """Runs steps, one at a time."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._ends, self._notify = os.pipe()
-
-    def __enter__(self) -> _Timer:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._engine.settle()
-        os.close(self._ends)
-        os.close(self._notify)
+        self._ends = StepEnds(engine.settle)
 
     def seconds(self, plan: StepPlan) -> float:
         engine = self._engine
@@ -149,9 +141,9 @@ class _Timer:
             started = perf_counter()
             engine.launch(plan)
             return perf_counter() - started
-        step = engine.start(plan, self._notify)
+        step = engine.start(plan, self._ends.write_fd)
         started = perf_counter()
-        os.read(self._ends, 8)
+        self._ends.wait()
         seconds = perf_counter() - started
         engine.finish_step(step)
         return seconds

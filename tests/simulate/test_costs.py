@@ -186,7 +186,8 @@ def test_steps_that_are_faster_beside_the_event_loop_than_alone_add_nothing() ->
 def test_forwards_of_a_step_take_longer_by_a_share_while_the_event_loop_serves() -> None:
     works = [Work(4, 1, 100, 0), Work(8, 0, 0, 50)]
     alone = (5.0 + 0.5 + 100 * 1e-6) + (6.0 + 50 * 2e-6)
-    assert COSTS.served_seconds(works) == pytest.approx(1.1 * alone)
+    assert COSTS.alone_seconds(works) == pytest.approx(alone)
+    assert COSTS.served_seconds(10, 2, alone) == pytest.approx(COSTS.host_seconds(10, 2) + 1.1 * alone)
 
 
 @pytest.mark.parametrize(("chance", "ratio"), [(0.0, 0.5), (0.25, 0.75), (0.5, 1.0), (0.75, 1.5), (1.0, 2.0)])
