@@ -18,20 +18,14 @@ typedef struct {
     int32_t groups;
 } ns_linear_plan;
 
-/* What every group of a pass fetches: `bytes` at `ahead` + group * `bytes` from each of its tiles. */
-typedef struct {
-    int64_t ahead;
-    int32_t bytes;
-} ns_fetch;
-
 /* A pass of few rows is as fast as the memory: there the core's own prefetcher runs ahead, and lines fetched into the
  * first-level cache would take the few misses it can have under way. */
-NS_INLINE void ns_fetch_ahead(const uint8_t *from, int32_t bytes, const int count)
+NS_INLINE void ns_fetch_ahead(const uint8_t *from, const int bytes, const int count)
 {
     if (count < NS_FAR_BELOW)
-        for (int32_t at = 0; at < bytes; at += 128) ns_prefetch_far(from + at);
+        for (int at = 0; at < bytes; at += 128) ns_prefetch_far(from + at);
     else
-        for (int32_t at = 0; at < bytes; at += 64) ns_prefetch(from + at);
+        for (int at = 0; at < bytes; at += 64) ns_prefetch(from + at);
 }
 
 /* What an unsigned weight's zero point takes away, before anything is added. */
@@ -89,10 +83,11 @@ NS_INLINE void ns_group_rows(vf *acc, const uint8_t *const *quants, const vf *d,
         }
 }
 
-/* A pass: `count` rows from `lane` on against `tiles` tiles: out[tile][row][16]. */
-NS_INLINE void ns_quant_pass(const ns_linear_plan *plan, const uint8_t *const *tile, const int tiles, ns_fetch fetch,
-                             const ns_qgroup *x, int lane, float (*out)[NS_TILE_FLOATS], const int count,
-                             const int kind)
+/* A pass: `count` rows from `lane` on against `tiles` tiles: out[tile][row][16]. Each group fetches `fetch` bytes, from
+ * `ahead` of the tile's start on. */
+NS_INLINE void ns_quant_pass(const ns_linear_plan *plan, const uint8_t *const *tile, const int tiles, int64_t ahead,
+                             const int fetch, const ns_qgroup *x, int lane, float (*out)[NS_TILE_FLOATS],
+                             const int count, const int kind)
 {
     vf acc[NS_TILES * NS_TILE_ROWS];
     for (int i = 0; i < tiles * count; i++) acc[i] = vf_set1(0.0f);
@@ -102,7 +97,7 @@ NS_INLINE void ns_quant_pass(const ns_linear_plan *plan, const uint8_t *const *t
         for (int t = 0; t < tiles; t++) {
             const uint8_t *scales = tile[t] + ns_scales_at(kind, g);
             quants[t] = tile[t] + ns_quants_at(kind, g);
-            ns_fetch_ahead(tile[t] + fetch.ahead + (int64_t)g * fetch.bytes, fetch.bytes, count);
+            ns_fetch_ahead(tile[t] + ahead + (int64_t)g * fetch, fetch, count);
             m[t] = d[t] = ns_scales(scales, kind, 0);
             if (ns_has_min(kind) || kind == NS_Q8G) m[t] = ns_scales(scales, kind, 1);
         }
@@ -112,35 +107,42 @@ NS_INLINE void ns_quant_pass(const ns_linear_plan *plan, const uint8_t *const *t
         for (int i = 0; i < count; i++) vf_store(out[t] + 16 * (lane + i), acc[t * count + i]);
 }
 
-/* All rows of a block. Tiles together where there are rows enough: each pass then fetches its share of the tiles after
- * them, so that memory and multipliers are busy at once. Few rows take one tile after the other, as memory lies. */
+/* Rows `lane` to `rows` against one tile: the fewest passes. */
+NS_INLINE void ns_quant_rows(const ns_linear_plan *plan, const uint8_t *tile, const ns_qgroup *x, int lane, int rows,
+                             float (*out)[NS_TILE_FLOATS], const int kind)
+{
+    const int bytes = ns_group_bytes(kind);
+#if NS_TILE_ROWS >= 4
+    for (; lane + 4 <= rows; lane += 4) ns_quant_pass(plan, &tile, 1, NS_PREFETCH, bytes, x, lane, out, 4, kind);
+#endif
+#if NS_TILE_ROWS >= 2
+    for (; lane + 2 <= rows; lane += 2) ns_quant_pass(plan, &tile, 1, NS_PREFETCH, bytes, x, lane, out, 2, kind);
+#endif
+    for (; lane < rows; lane++) ns_quant_pass(plan, &tile, 1, NS_PREFETCH, bytes, x, lane, out, 1, kind);
+}
+
+/* All rows of a block. Tiles together where there are rows enough: the first two passes then fetch the tiles after
+ * them, a half each, so that memory and multipliers are busy at once. Few rows take one tile after the other, as memory
+ * lies. */
 NS_INLINE void ns_quant_block(const ns_linear_plan *plan, const uint8_t *const *tile, int tiles, const ns_qgroup *x,
                               int rows, float (*out)[NS_TILE_FLOATS], const int kind)
 {
-    const int32_t bytes = ns_quant_bytes(kind) + ns_scale_bytes(kind);
-    int start = 0;
+    int lane = 0;
 #if NS_TILES > 1
-    if (tiles == NS_TILES && rows >= NS_TILE_ROWS) {
-        const int passes = rows / NS_TILE_ROWS;
-        const int64_t next = tile[1] - tile[0] == plan->tile_bytes ? NS_TILES * plan->tile_bytes : plan->tile_bytes;
-        ns_fetch fetch = {next, (bytes + passes - 1) / passes};
-        for (; start + NS_TILE_ROWS <= rows; start += NS_TILE_ROWS) {
-            ns_quant_pass(plan, tile, NS_TILES, fetch, x, start, out, NS_TILE_ROWS, kind);
-            fetch.ahead += (int64_t)plan->groups * fetch.bytes;
-        }
+    const int bytes = ns_group_bytes(kind), half = (bytes / 2 + 63) / 64 * 64;
+    const int passes = tiles == NS_TILES ? rows / NS_TILE_ROWS : 0;
+    for (int pass = 0; pass < passes; pass++, lane += NS_TILE_ROWS) {
+        const int64_t next = (tile[1] - tile[0] == plan->tile_bytes ? NS_TILES : 1) * plan->tile_bytes;
+        const int64_t mine = next + (int64_t)pass * plan->groups * half;
+        if (passes == 1)
+            ns_quant_pass(plan, tile, NS_TILES, next, bytes, x, lane, out, NS_TILE_ROWS, kind);
+        else if (pass < 2)
+            ns_quant_pass(plan, tile, NS_TILES, mine, half, x, lane, out, NS_TILE_ROWS, kind);
+        else
+            ns_quant_pass(plan, tile, NS_TILES, 0, 0, x, lane, out, NS_TILE_ROWS, kind);
     }
 #endif
-    const ns_fetch fetch = {NS_PREFETCH, bytes};
-    for (int t = 0; t < tiles; t++) {
-        int lane = start;
-#if NS_TILE_ROWS >= 4
-        for (; lane + 4 <= rows; lane += 4) ns_quant_pass(plan, tile + t, 1, fetch, x, lane, out + t, 4, kind);
-#endif
-#if NS_TILE_ROWS >= 2
-        for (; lane + 2 <= rows; lane += 2) ns_quant_pass(plan, tile + t, 1, fetch, x, lane, out + t, 2, kind);
-#endif
-        for (; lane < rows; lane++) ns_quant_pass(plan, tile + t, 1, fetch, x, lane, out + t, 1, kind);
-    }
+    for (int t = 0; t < tiles; t++) ns_quant_rows(plan, tile[t], x, lane, rows, out + t, kind);
 }
 
 /* Out of line per kind: each is one copy of its loops. */
