@@ -4,13 +4,13 @@
  * vf_fma(a, b, c) = a * b + c. vf_max and vf_min return b where a comparison is false, so a NaN in b survives.
  * vf_any_ge: whether a lane is at least `least`; NaN is not.
  * vf_hadd adds lanes i and i + 8, then i and i + 4, i + 2, i + 1: one order on every path.
- * vq is a group of weights, opened from its 4 or 8 bits. vi_dot8_rows(sum, w, from, to, q, count) adds to sum[i] the
- * dot product of words from..to of each lane's 32 weights with those of q[i], for `count` <= NS_SUM_ROWS rows, exactly;
- * weights are stored with 128 added, and where NS_DOT8_BIASED the caller starts from what that adds. vi_dot4_rows: all
- * 8 words, weights in 0..15.
+ * vi_dot8_rows(sum, quants, tiles, from, to, q, count) adds to sum[t * count + i] the dot product of words from..to of
+ * each lane's 32 weights at quants[t] with those of q[i], for `count` <= NS_TILE_ROWS rows and `tiles` <= NS_TILES, and
+ * exactly; weights are stored with 128 added, and where NS_DOT8_BIASED the caller starts from what that adds.
+ * vi_dot4_rows: all 8 words, weights in 0..15.
  * ns_operand is what attention holds queries and probabilities in; vf_dot_pair(acc, w, x) adds the products of a pair
  * of them with pairs of bf16, the first of each first. vf_dot_bf16: with a pair of bf16.
- * NS_TILE_*: how many accumulators of each kind the register file holds.
+ * NS_TILE_*: how many accumulators of each kind the register file holds; NS_TILES: of how many tiles of a linear.
  * ns_prefetch fetches a line into the first-level cache, ns_prefetch_far into the second: more can be under way there.
  * NS_FAR_BELOW: a linear's passes of fewer rows leave the first-level cache to the core's own prefetcher.
  */
@@ -45,36 +45,35 @@ NS_INLINE int32_t ns_four(const int8_t *q)
 #endif
 
 #if !defined(NS_ISA_AVX2) /* which has too few registers for this */
-/* A group of weights, opened once into registers for all rows. Rows take turns, since each adds up one long chain. */
-typedef struct { vw w[8]; } vq;
-
-NS_INLINE vq vq_open4(const uint8_t *quants)
+/* Rows take turns, since each adds up one long chain, and a row's word is loaded once for all tiles: loads are what a
+ * core runs out of. */
+NS_INLINE void vi_dot_rows(vi *sum, const vw *w, const int tiles, int v, const int8_t (*q)[32], const int count)
 {
-    vq out;
-    for (int v = 0; v < 4; v++) {
-        vw both = vw_load(quants + 64 * v);
-        out.w[v] = vw_low(both);
-        out.w[v + 4] = vw_high(both);
+    for (int i = 0; i < count; i++)
+        for (int t = 0; t < tiles; t++) sum[t * count + i] = vi_dot8(sum[t * count + i], w[t], ns_four(q[i] + 4 * v));
+}
+
+NS_INLINE void vi_dot8_rows(vi *sum, const uint8_t *const *quants, const int tiles, int from, int to,
+                            const int8_t (*q)[32], const int count)
+{
+    vw w[NS_TILES];
+    for (int v = from; v < to; v++) {
+        for (int t = 0; t < tiles; t++) w[t] = vw_load(quants[t] + 64 * v);
+        vi_dot_rows(sum, w, tiles, v, q, count);
     }
-    return out;
 }
 
-NS_INLINE vq vq_open8(const uint8_t *quants)
+NS_INLINE void vi_dot4_rows(vi *sum, const uint8_t *const *quants, const int tiles, const int8_t (*q)[32],
+                            const int count)
 {
-    vq out;
-    for (int v = 0; v < 8; v++) out.w[v] = vw_load(quants + 64 * v);
-    return out;
-}
-
-NS_INLINE void vi_dot8_rows(vi *sum, vq w, int from, int to, const int8_t (*q)[32], const int count)
-{
-    for (int v = from; v < to; v++)
-        for (int i = 0; i < count; i++) sum[i] = vi_dot8(sum[i], w.w[v], ns_four(q[i] + 4 * v));
-}
-
-NS_INLINE void vi_dot4_rows(vi *sum, vq w, const int8_t (*q)[32], const int count)
-{
-    vi_dot8_rows(sum, w, 0, 8, q, count);
+    vw w[NS_TILES];
+    for (int v = 0; v < 8; v++) {
+        for (int t = 0; t < tiles; t++) {
+            vw both = vw_load(quants[t] + 64 * (v % 4));
+            w[t] = v < 4 ? vw_low(both) : vw_high(both);
+        }
+        vi_dot_rows(sum, w, tiles, v, q, count);
+    }
 }
 #endif
 

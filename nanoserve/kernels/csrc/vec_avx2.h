@@ -5,21 +5,18 @@ typedef struct { __m256 a, b; } vf;
 typedef struct { __m256i a, b; } vi;
 typedef vi vw;
 typedef float ns_operand;
-typedef struct { const uint8_t *quants; } vq;
 
 #define NS_TILE_QUERIES 4
 #define NS_TILE_BLOCKS 1
+#define NS_TILES 1
 #define NS_TILE_ROWS 4
 #define NS_TILE_DIMS 1
 #define NS_DOT8_BIASED 0
-#define NS_SUM_ROWS 4
 #define NS_FAR_BELOW 0
 
 /* Emits nothing. The compiler would compute products long before it has registers for them. */
 #define NS_IN_ORDER(a, b) __asm__ volatile("" : "+x"(a), "+x"(b))
 
-NS_INLINE vq vq_open4(const uint8_t *quants) { return (vq){quants}; }
-NS_INLINE vq vq_open8(const uint8_t *quants) { return (vq){quants}; }
 
 NS_INLINE vf vf_pair(__m256 a, __m256 b) { return (vf){a, b}; }
 NS_INLINE vi vi_pair(__m256i a, __m256i b) { return (vi){a, b}; }
@@ -146,13 +143,15 @@ NS_INLINE vw vw_load(const void *p)
 
 /* A whole group is added up in int16: 16 products of 15 * 127 at most are 30480. The rows take turns at each vector of
  * weights, so that sums and weights stay in registers. */
-NS_INLINE void vi_dot4_rows(vi *sum, vq w, const int8_t (*q)[32], const int count)
+NS_INLINE void vi_dot4_rows(vi *sum, const uint8_t *const *quants, const int tiles, const int8_t (*q)[32],
+                            const int count)
 {
     const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    __m256i a[NS_SUM_ROWS], b[NS_SUM_ROWS];
+    (void)tiles;
+    __m256i a[NS_TILE_ROWS], b[NS_TILE_ROWS];
 #pragma GCC unroll 8
     for (int v = 0; v < 8; v++) {
-        vw both = vw_load(w.quants + 64 * (v / 2));
+        vw both = vw_load(quants[0] + 64 * (v / 2));
         if (v % 2) both = vi_pair(_mm256_srli_epi16(both.a, 4), _mm256_srli_epi16(both.b, 4));
         both = vi_pair(_mm256_and_si256(both.a, nibble), _mm256_and_si256(both.b, nibble));
         for (int i = 0; i < count; i++) {
@@ -170,13 +169,15 @@ NS_INLINE void vi_dot4_rows(vi *sum, vq w, const int8_t (*q)[32], const int coun
 }
 
 /* Weights are stored with 128 added. Here they are taken signed, and their sign moves to x: 128 * 127 * 2 < 2^15. */
-NS_INLINE void vi_dot8_rows(vi *sum, vq w, int from, int to, const int8_t (*q)[32], const int count)
+NS_INLINE void vi_dot8_rows(vi *sum, const uint8_t *const *quants, const int tiles, int from, int to,
+                            const int8_t (*q)[32], const int count)
 {
     const __m256i ones = _mm256_set1_epi16(1), sign = _mm256_set1_epi8((char)0x80);
+    (void)tiles;
 #pragma GCC unroll 8
     for (int v = from; v < to; v++) {
-        __m256i a = _mm256_xor_si256(vw_load(w.quants + 64 * v).a, sign), size_a = _mm256_abs_epi8(a);
-        __m256i b = _mm256_xor_si256(vw_load(w.quants + 64 * v).b, sign), size_b = _mm256_abs_epi8(b);
+        __m256i a = _mm256_xor_si256(vw_load(quants[0] + 64 * v).a, sign), size_a = _mm256_abs_epi8(a);
+        __m256i b = _mm256_xor_si256(vw_load(quants[0] + 64 * v).b, sign), size_b = _mm256_abs_epi8(b);
         for (int i = 0; i < count; i++) {
             __m256i x = _mm256_set1_epi32(ns_four(q[i] + 4 * v));
             __m256i dot_a = _mm256_madd_epi16(_mm256_maddubs_epi16(size_a, _mm256_sign_epi8(x, a)), ones);

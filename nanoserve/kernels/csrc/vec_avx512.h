@@ -7,11 +7,11 @@ typedef __m512i vw;
 
 #define NS_TILE_QUERIES 4
 #define NS_TILE_BLOCKS 4
-#define NS_TILE_ROWS 16
+#define NS_TILES 2
+#define NS_TILE_ROWS 4
 #define NS_TILE_DIMS 4
 #define NS_DOT8_BIASED 1
-#define NS_SUM_ROWS 8
-#define NS_FAR_BELOW 8
+#define NS_FAR_BELOW 4
 
 NS_INLINE vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
 NS_INLINE void vf_store(float *p, vf x) { _mm512_storeu_ps(p, x); }

@@ -9,10 +9,10 @@ typedef float ns_operand;
 
 #define NS_TILE_QUERIES 1
 #define NS_TILE_BLOCKS 1
+#define NS_TILES 1
 #define NS_TILE_ROWS 1
 #define NS_TILE_DIMS 1
 #define NS_DOT8_BIASED 1
-#define NS_SUM_ROWS 1
 #define NS_FAR_BELOW 0
 #define NS_EACH(expression) for (int i = 0; i < 16; i++) out.f[i] = (expression); return out
 

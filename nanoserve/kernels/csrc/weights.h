@@ -16,11 +16,13 @@ NS_INLINE int ns_scale_bytes(int kind)
     return NS_LANES * (ns_has_wide_scales(kind) ? 4 : 2) * (ns_has_min(kind) || kind == NS_Q8G ? 2 : 1);
 }
 
+NS_INLINE int ns_group_bytes(int kind) { return ns_quant_bytes(kind) + ns_scale_bytes(kind); }
+
 NS_INLINE int64_t ns_tile_bytes(int kind, int32_t cols)
 {
     if (kind == NS_F32) return (int64_t)cols * NS_LANES * 4;
     if (ns_is_dense(kind)) return (int64_t)(cols + (kind == NS_BF16 ? cols % 2 : 0)) * NS_LANES * 2;
-    return (int64_t)((cols / NS_GROUP + 1) / 2) * 2 * (ns_quant_bytes(kind) + ns_scale_bytes(kind));
+    return (int64_t)((cols / NS_GROUP + 1) / 2) * 2 * ns_group_bytes(kind);
 }
 
 /* Where the quants, or the scales, of group `g` lie in a tile. */
