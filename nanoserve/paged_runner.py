@@ -21,7 +21,7 @@ from nanoserve.gates import check_addresses_stable, check_paged_addressing, chec
 from nanoserve.graphs import GraphEntry, GraphSet, Origin, RecordingTime
 from nanoserve.history import HistoryTable
 from nanoserve.inputs import RowSampling, StepInputs
-from nanoserve.models.decoder import Decoder
+from nanoserve.models.decoder import Decoder, Hidden
 from nanoserve.ops import Ops
 from nanoserve.relay import Relay
 from nanoserve.sequence import Sequence, StepPlan
@@ -52,7 +52,7 @@ class StartedStep:
 
 
 class PagedRunner:
-    """hidden  `[max_step_rows, hidden_size]` in the activations' dtype: where a body leaves what a head reads
+    """hidden  of `max_step_rows` rows, in the activations' dtype: where a body leaves what a head reads
     relay     for a backend that runs beside its caller
 
     strict    a step whose shape has no graph raises GateError instead of recording one
@@ -67,7 +67,7 @@ class PagedRunner:
         slots: SlotTable,
         history: HistoryTable,
         inputs: StepInputs,
-        hidden: Tensor,
+        hidden: Hidden,
         *,
         shapes: PagedShapes,
         graphs: GraphSet[StepOutput],
@@ -227,12 +227,13 @@ class PagedRunner:
         step = self._inputs.window(rows)
         table = self.slots.read((), pad_rows=self.slots.shape[0], width=self.slots.shape[1])
         hidden = self._decoder.body(self._ops, step, PagedCacheRows(self.cache, step, table))
-        self._ops.keep(hidden, self._hidden)
-        return StepOutput(step.input_ids, self._hidden)
+        for part, place in zip(hidden, self._hidden, strict=True):
+            self._ops.keep(part, place)
+        return StepOutput(step.input_ids, self._hidden.attended)
 
     def _head(self, key: GraphKey) -> StepOutput:
         step, index = self._inputs.window(self._inputs.max_rows), self._inputs.logit_rows(key.rows)
-        logits = self._decoder.head(self._ops, self._ops.gather_rows(self._hidden, index))
+        logits = self._decoder.head(self._ops, self._hidden.rows(self._ops, index))
         history = self.history.window if key.kind == "head_full" else None
         return choose(self._ops, logits, self._inputs.sampling(key.rows), step, index, history)
 
@@ -264,8 +265,8 @@ class PagedRunner:
         return self._probe(key_of(shape), 0, len(slots) - 1, slots[-1])
 
     def _probe(self, key: GraphKey, token: int, position: int, slot: int) -> Tensor:
-        """What the graph of `key` leaves for one token: its hidden state, of a body; logits, of a head, which reads the
-        hidden state that the last body left."""
+        """What the graph of `key` leaves for one token: of a body, the last layer's attention; of a head, which reads
+        what the last body left, logits."""
         rows = StepRows()
         rows.add((token,), position, (slot,), 0)
         body, head = key.rows, 0

@@ -30,7 +30,7 @@ from nanoserve.gates import (
 from nanoserve.graphs import GraphEntry, GraphKey, GraphSet, Origin, RecordingTime
 from nanoserve.history import HistoryTable
 from nanoserve.inputs import GREEDY, RowSampling, StepInputs
-from nanoserve.models.decoder import Decoder
+from nanoserve.models.decoder import Decoder, Hidden
 from nanoserve.ops import CacheRows, Ops, SamplingWindow, StepWindow
 from nanoserve.sequence import ChunkPlan, NewToken, Sequence, StepPlan
 from nanoserve.slots import SlotTable
@@ -236,13 +236,13 @@ class Runner:
         sequences = tuple(s for s, chunk in zip(plan.chunk_sequences, plan.chunks, strict=True) if chunk.last)
         if not ends:
             return []
-        logit_rows = torch.tensor([end - 1 for end in ends], dtype=torch.int64, device=hidden.device)
-        logits = self._decoder.head(self._ops, self._ops.gather_rows(hidden, logit_rows))
+        logit_rows = torch.tensor([end - 1 for end in ends], dtype=torch.int64, device=self._last_tokens.device)
+        logits = self._decoder.head(self._ops, hidden.rows(self._ops, logit_rows))
         output = choose(self._ops, logits, self._sampling(sequences), step, logit_rows)
         return self._take(sequences, output, step, logit_rows)
 
-    def _forward_chunks(self, plans: tuple[ChunkPlan, ...]) -> tuple[Tensor, StepWindow]:
-        """Hidden states `[tokens, hidden]` of all chunks, one after the other, and the inputs they came from."""
+    def _forward_chunks(self, plans: tuple[ChunkPlan, ...]) -> tuple[Hidden, StepWindow]:
+        """What the body leaves of all chunks, one after the other, and the inputs it came from."""
         ids: list[int] = []
         positions: list[int] = []
         write_slots: list[int] = []

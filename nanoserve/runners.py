@@ -15,6 +15,7 @@ from nanoserve.history import HistoryTable
 from nanoserve.inputs import StepInputs
 from nanoserve.kernels.reference import ReferenceOps
 from nanoserve.memory import KVPoolPlan
+from nanoserve.models.decoder import Hidden
 from nanoserve.models.load import LoadedModel
 from nanoserve.ops import KVKernels, Ops, WeightMaker
 from nanoserve.paged_runner import PagedRunner
@@ -123,7 +124,7 @@ def _paged(
 ) -> PagedRunner:
     config = parts.choices.config
     cache = parts.cache(kernels)
-    hidden_size = parts.loaded.config.hidden_size
+    model, rows = parts.loaded.config, config.step_rows + NEVER_REAL
     return PagedRunner(
         parts.loaded.decoder,
         ops,
@@ -131,7 +132,10 @@ def _paged(
         SlotTable(config.sequences, parts.pool.max_model_len, cache.sink_slot, parts.choices.device),
         parts.history(),
         inputs,
-        parts.last_tokens.new_zeros((parts.choices.config.step_rows + NEVER_REAL, hidden_size), dtype=activations),
+        Hidden(
+            residual=parts.last_tokens.new_zeros((rows, model.hidden_size), dtype=activations),
+            attended=parts.last_tokens.new_zeros((rows, model.q_size), dtype=activations),
+        ),
         shapes=PagedShapes.build(max_step_rows=parts.choices.config.step_rows, max_logit_rows=config.sequences),
         graphs=GraphSet(backend, read="paged"),
         relay=relay,
@@ -141,9 +145,9 @@ def _paged(
 
 
 def _arena_bytes(parts: Parts) -> int:
-    """Address space for the widest body and, beside it, the logits of every head of either kind and one that adjusts
-    them; touched only where it is used."""
-    model, rows = parts.loaded.config, parts.choices.config.step_rows
+    """Address space for the widest body or head and, beside it, the logits of every head of either kind and one that
+    adjusts them; touched only where it is used."""
+    model, rows = parts.loaded.config, max(parts.choices.config.step_rows, parts.choices.config.sequences)
     widest = 8 * model.hidden_size + 2 * model.qkv_size + 6 * model.intermediate_size
     logits = 7 * parts.choices.config.sequences * (model.vocab_size + 2 * model.hidden_size)
     return 4 * (2 * rows * widest + logits) + (64 << 20)

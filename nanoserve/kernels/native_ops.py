@@ -55,7 +55,7 @@ def segments(programs: Sequence[Program]) -> lib.Launch:
 class _Value:
     """An op's output in the arena.
 
-    record   what writes it
+    record   what writes it, and `field` where its address stands there
     live     address of what bounds its rows at replay
     quants   room for it as int8 groups. Taken together with the output, because a place that comes free later may be
              one that the record still reads; `quantised` once the record writes them
@@ -64,6 +64,7 @@ class _Value:
 
     record: Any
     live: int | None
+    field: str = "out"
     quants: Tensor | None = None
     quantised: bool = False
     reads: int = 0
@@ -233,11 +234,12 @@ class Recorder:
         return self._output(record, rows, heads * head_dim, live)
 
     def keep(self, x: Tensor, place: Tensor) -> None:
-        """The op that made x, which must be the last one, leaves it in `place` instead."""
+        """The op that made x leaves it in `place` instead; x is copied if it has been read where it was."""
         value = self._value(x)
-        assert self._records, "nothing was recorded that could be kept"
-        assert value.record is self._records[-1], "only the last op's output can be kept"
-        value.record.out = self._at(place)
+        if value.record is None or value.reads or value.quantised:
+            self.copy(x, place[: x.shape[0]])
+            return
+        setattr(value.record, value.field, self._at(place))
         value.reads += 1
 
     def copy(self, source: Tensor, target: Tensor) -> None:
@@ -259,6 +261,7 @@ class Recorder:
             record.residual = self._read(residual)
             total = self._made(rows, cols, torch.float32, x)
             record.total = total.data_ptr()
+            self._values[total.data_ptr()] = _Value(record, live, field="total")
         self._need(lib.ROWS * (cols + 16) * 4)
         return self._output(record, rows, cols, live), total
 
@@ -327,7 +330,7 @@ class Recorder:
         self._append(record, rows, live)
         width = cols // 2 if isinstance(record, lib.LinearRecord) else cols
         quants = self._new_quants(rows, width) if width and self._can_fuse(record, width) else None
-        self._values[out.data_ptr()] = _Value(record, live, quants)
+        self._values[out.data_ptr()] = _Value(record, live, quants=quants)
         return out
 
     def _made(self, rows: int, cols: int, dtype: torch.dtype, source: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ touches tensors only through ops, the cache, and views of op outputs, so that a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -66,6 +67,18 @@ class DecoderWeights:
         return self.nbytes - (self.embed.nbytes if self.head is not self.embed else 0)
 
 
+class Hidden(NamedTuple):
+    """What a body leaves of each row: `residual [rows, hidden]` and, to be joined to it, `attended [rows, q_size]`, the
+    last layer's attention before its output matrix."""
+
+    residual: Tensor
+    attended: Tensor
+
+    def rows(self, ops: Ops, index: Tensor) -> Hidden:
+        """Of rows `index` alone."""
+        return Hidden(ops.gather_rows(self.residual, index), ops.gather_rows(self.attended, index))
+
+
 class Decoder:
     """Stateless: weights and tables in, hidden states and logits out. `cos` and `sin` are `[max_positions, head_dim/2]`
     fp32; positions must stay below max_positions."""
@@ -81,23 +94,30 @@ class Decoder:
     def max_positions(self) -> int:
         return int(self.cos.shape[0])
 
-    def body(self, ops: Ops, step: StepWindow, cache: CacheRows) -> Tensor:
-        """`[rows, hidden]`: the final norm's output for every row; K and V of every row are in the cache after it."""
-        config, weights = self.config, self.weights
-        residual = ops.embed(weights.embed, step)
-        norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.final_norm]
-        x = ops.rms_norm(residual, weights.layers[0].input_norm, config.rms_norm_eps)
-        for index, (layer, next_norm) in enumerate(zip(weights.layers, norms, strict=True)):
-            x = self._attention(index, layer, x, ops, cache)
-            x, residual = ops.add_rms_norm(x, residual, layer.post_attention_norm, config.rms_norm_eps)
-            x = ops.silu_mul(ops.linear(x, layer.gate_up, layer.gate_up_bias))
-            x = ops.linear(x, layer.down, layer.down_bias)
-            x, residual = ops.add_rms_norm(x, residual, next_norm, config.rms_norm_eps)
-        return x
+    def body(self, ops: Ops, step: StepWindow, cache: CacheRows) -> Hidden:
+        """Up to the last layer's attention, for every row; K and V of every row are in the cache after it."""
+        layers = self.weights.layers
+        residual = ops.embed(self.weights.embed, step)
+        x = ops.rms_norm(residual, layers[0].input_norm, self.config.rms_norm_eps)
+        attended = self._attention(0, layers[0], x, ops, cache)
+        for index, (before, layer) in enumerate(pairwise(layers), start=1):
+            x, residual = self._join(before, Hidden(residual, attended), layer.input_norm, ops)
+            attended = self._attention(index, layer, x, ops, cache)
+        return Hidden(residual, attended)
 
-    def head(self, ops: Ops, hidden: Tensor) -> Tensor:
-        """`[rows, vocab]` fp32 logits of hidden states `[rows, hidden]`."""
-        return ops.logits(hidden, self.weights.head)
+    def head(self, ops: Ops, hidden: Hidden) -> Tensor:
+        """`[rows, vocab]` fp32 logits: what is left of the last layer, the final norm and the output matrix. No row
+        needs another here, so it is for the rows that choose a token alone."""
+        x, _ = self._join(self.weights.layers[-1], hidden, self.weights.final_norm, ops)
+        return ops.logits(x, self.weights.head)
+
+    def _join(self, layer: LayerWeights, hidden: Hidden, next_norm: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
+        """What a layer does after its attention: (the next norm's output, the residual)."""
+        eps = self.config.rms_norm_eps
+        x = ops.linear(hidden.attended, layer.o, layer.o_bias)
+        x, residual = ops.add_rms_norm(x, hidden.residual, layer.post_attention_norm, eps)
+        x = ops.silu_mul(ops.linear(x, layer.gate_up, layer.gate_up_bias))
+        return ops.add_rms_norm(ops.linear(x, layer.down, layer.down_bias), residual, next_norm, eps)
 
     def _attention(self, index: int, layer: LayerWeights, x: Tensor, ops: Ops, cache: CacheRows) -> Tensor:
         config = self.config
@@ -112,5 +132,4 @@ class Decoder:
             eps=config.rms_norm_eps,
         )
         q = cache.rope_and_write(index, ops.linear(x, layer.qkv, layer.qkv_bias), rotation)
-        attended = cache.paged_attention(index, q, scale=self._scale, window=config.windows[index])
-        return ops.linear(attended, layer.o, layer.o_bias)
+        return cache.paged_attention(index, q, scale=self._scale, window=config.windows[index])

@@ -1,8 +1,8 @@
 """The padding self-test: does a row's answer change when pad rows stand beside it, and do pad rows leave a trace?
 
 Runs at the end of the warm-up, on the graphs that will serve: a short made-up prompt in table row 0, one token decoded
-alone, then the same token padded into each row bucket. Bodies are compared by the hidden state they leave, heads of
-either kind by their logits. Bounded in seconds, since it must not delay the door for long.
+alone, then the same token padded into each row bucket. Bodies are compared by the last attention they leave, heads
+of either kind by their logits. Bounded in seconds, since it must not delay the door for long.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WIDEST_TOLERANCE = max(RELATIVE_TOLERANCE.values())
 class SelfTestReport:
     """verdict is passed, failed or skipped (no time, or nothing to compare).
 
-    max_difference  largest difference of a logit or hidden state between alone and padded, over the largest; None if
+    max_difference  largest difference of a logit or attention between alone and padded, over the largest; None if
                     there is none, because one is not finite
     rows            the row buckets compared with the row alone
     """
@@ -56,9 +56,9 @@ class Prober(Protocol):
         """Compute a prompt into table row 0."""
 
     def probe_decode(self, shape: Any, slots: list[int]) -> Tensor:
-        """What the graph of `shape` leaves for table row 0's next token: logits `[vocab]`, or the hidden state of a
-        body. `slots` are all the row's slots, the last one that of the token which goes in. A head reads what the last
-        body left."""
+        """What the graph of `shape` leaves for table row 0's next token: logits `[vocab]`, or the last attention of
+        a body. `slots` are all the row's slots, the last one that of the token which goes in. A head reads what the
+        last body left."""
 
     def probe_end(self) -> None:
         """Forget the prompt."""

@@ -90,6 +90,29 @@ def test_gather_copies_the_rows_it_is_told(harness: Harness, rows: int, chosen: 
     assert torch.equal(out, x[index])
 
 
+@few
+@given(rows=st.integers(1, 40), read=st.sets(st.sampled_from(["x", "out", "total"])))
+def test_an_output_is_kept_at_its_place_whether_or_not_another_op_reads_it(
+    harness: Harness, rows: int, read: set[str]
+) -> None:
+    x, weight, packed = torch.randn(rows, 64), torch.randn(64), quantised("Q4_1", 32, 64)
+    places = {name: torch.full((rows + 1, 64), -1.0) for name in ("x", "out", "total")}
+
+    def record(recorder: Recorder) -> tuple[Tensor, ...]:
+        made = {"x": feed(recorder, x)}
+        made["out"], made["total"] = recorder.add_rms_norm(feed(recorder, x), feed(recorder, x), weight, 1e-5)
+        readers = [recorder.linear(made[name], packed) for name in sorted(read)]
+        for name, each in made.items():
+            recorder.keep(each, places[name])
+        return tuple(readers)
+
+    harness.run(record)
+    out, total = reference.add_rms_norm(x, x, weight, 1e-5)
+    for name, wanted in {"x": x, "out": out, "total": total}.items():
+        torch.testing.assert_close(places[name][:rows], wanted, rtol=1e-5, atol=1e-5)
+        assert (places[name][rows:] == -1).all()
+
+
 @pytest.mark.parametrize("name", NATIVE_TYPES)
 @few
 @given(rows=st.integers(1, 40), outputs=st.integers(1, 70), groups=st.integers(1, 3), bias=st.booleans())

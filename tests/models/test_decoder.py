@@ -89,7 +89,26 @@ def test_negative_id_reads_the_last_token_when_embedded(tmp_path: Path) -> None:
         cache = DenseCache()
         cache.step = step
         outputs.append(decoder.body(DenseOps(), step, cache))
-    assert torch.equal(outputs[0], outputs[1])
+    for plain_part, late_part in zip(*outputs, strict=True):
+        assert torch.equal(plain_part, late_part)
+
+
+def test_only_the_row_that_chooses_goes_past_the_last_attention(tmp_path: Path) -> None:
+    from tests.models.dense import DenseCache, DenseOps, step_of
+
+    rows: list[int] = []
+
+    class Counting(DenseOps):
+        def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            rows.append(x.shape[0])
+            return super().linear(x, weight, bias)
+
+    decoder, ops, cache = load(write_model(tmp_path / "model")), Counting(), DenseCache()
+    cache.step = step_of(IDS[:40], 0)
+    hidden = decoder.body(ops, cache.step, cache)
+    logits = decoder.head(ops, hidden.rows(ops, torch.tensor([39])))
+    torch.testing.assert_close(logits, dense_logits(decoder, IDS[:40])[39:])
+    assert rows == [40] * (4 * len(decoder.weights.layers) - 3) + [1] * 3
 
 
 def test_weight_bytes_count_a_tied_head_once_when_summed(tmp_path: Path) -> None:

@@ -146,8 +146,8 @@ class LeakyHead(ReferenceOps):
 class LeakyBody(ReferenceOps):
     """Hidden states that depend on how many rows a body has."""
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return super().rms_norm(x, weight, eps) * (1 + x.shape[0] / 8)
+    def rope(self, x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return super().rope(x, positions, cos, sin) * (1 + x.shape[0] / 8)
 
 
 def paged(shapes: list[GraphKey] | None = None, ops: ReferenceOps | None = None) -> SelfTestReport:
