@@ -76,13 +76,14 @@ static inline int32_t ns_ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b
 
 enum { NS_ROW_SPAN = 128 }; /* activation rows one linear job takes at most: what a core's own cache holds */
 
-/* Activation rows one linear job takes. Where every thread has 16 of its own or more, jobs are for equal parts of the
- * rows: a thread then computes what it reads in the next record, and the weights are read once for each part. The rest,
- * less than 16 rows for each part, is a part of its own that evens the threads out. */
+/* Activation rows one linear job takes. Where every thread has 32 of its own or more, jobs are for equal parts of the
+ * rows: a thread then computes what it reads in the next record, and the weights are read once for each part. The
+ * rest, less than 16 rows for each part, is a part of its own that evens the threads out. With fewer rows, reading the
+ * weights once for all of them is worth more. */
 static inline int32_t ns_row_span(int32_t rows, int32_t threads)
 {
     const int32_t parts = threads * ns_ceil_div(rows, threads * NS_ROW_SPAN);
-    return rows < NS_ROWS * threads ? NS_ROW_SPAN : rows / (NS_ROWS * parts) * NS_ROWS;
+    return rows < 2 * NS_ROWS * threads ? NS_ROW_SPAN : rows / (NS_ROWS * parts) * NS_ROWS;
 }
 
 #endif
