@@ -136,7 +136,7 @@ def _paged(
             residual=parts.last_tokens.new_zeros((rows, model.hidden_size), dtype=activations),
             attended=parts.last_tokens.new_zeros((rows, model.q_size), dtype=activations),
         ),
-        shapes=PagedShapes.build(max_step_rows=parts.choices.config.step_rows, max_logit_rows=config.sequences),
+        shapes=PagedShapes.build(max_step_rows=config.step_rows, max_logit_rows=config.sequences),
         graphs=GraphSet(backend, read="paged"),
         relay=relay,
         strict=config.strict_shapes,
@@ -147,7 +147,8 @@ def _paged(
 def _arena_bytes(parts: Parts) -> int:
     """Address space for the widest body or head and, beside it, the logits of every head of either kind and one that
     adjusts them; touched only where it is used."""
-    model, rows = parts.loaded.config, max(parts.choices.config.step_rows, parts.choices.config.sequences)
+    model, config = parts.loaded.config, parts.choices.config
+    rows = max(config.step_rows, config.sequences)
     widest = 8 * model.hidden_size + 2 * model.qkv_size + 6 * model.intermediate_size
-    logits = 7 * parts.choices.config.sequences * (model.vocab_size + 2 * model.hidden_size)
+    logits = 7 * config.sequences * (model.vocab_size + 2 * model.hidden_size)
     return 4 * (2 * rows * widest + logits) + (64 << 20)

@@ -7,6 +7,7 @@ NS_INLINE vf ns_biased(const ns_linear_rec *r, int32_t first, int valid, vf x)
     return r->bias ? vf_add(x, vf_load_n(r->bias + first, valid)) : x;
 }
 
+/* `tiles` tiles of outputs, from `tile` on. */
 NS_INLINE void ns_plain_jobs(const ns_linear_plan *plan, int32_t tile, int tiles, int64_t row, int rows)
 {
     const ns_linear_rec *r = plan->r;

@@ -28,24 +28,14 @@ NS_INLINE void ns_fetch_ahead(const uint8_t *from, const int bytes, const int co
         for (int at = 0; at < bytes; at += 64) ns_prefetch(from + at);
 }
 
-/* What an unsigned weight's zero point takes away, before anything is added. */
-NS_INLINE vi ns_dot_start(const ns_qgroup *x, int lane, int kind)
+/* Where a row's integer dot product begins: at what a zero point of its weights takes away. An AVX2 dot8 reads stored
+ * weights as signed, so there 128 per weight is added back for a kind that has no zero point. */
+NS_INLINE vi ns_sum_start(const ns_qgroup *x, int lane, int kind)
 {
     if (kind == NS_Q4Z) return vi_set1(x->z8[lane]);
     if (kind == NS_Q8Z && NS_DOT8_BIASED) return vi_set1(x->z128[lane]);
+    if ((kind == NS_Q8M || kind == NS_Q8MF) && !NS_DOT8_BIASED) return vi_set1(-x->z128[lane]);
     return vi_zero();
-}
-
-/* An AVX2 dot8 reads stored weights as signed, so an unsigned 8-bit kind adds 128 per weight back. */
-NS_INLINE vi ns_dot_unsigned_start(const ns_qgroup *x, int lane)
-{
-    return NS_DOT8_BIASED ? vi_zero() : vi_set1(-x->z128[lane]);
-}
-
-/* Where an integer dot product of a row begins. */
-NS_INLINE vi ns_sum_start(const ns_qgroup *x, int lane, int kind)
-{
-    return kind == NS_Q8M || kind == NS_Q8MF ? ns_dot_unsigned_start(x, lane) : ns_dot_start(x, lane, kind);
 }
 
 /* acc[t * count + i] += the products of one group of 16 outputs of tile t with row `lane` + i. */
@@ -133,11 +123,11 @@ NS_INLINE void ns_quant_block(const ns_linear_plan *plan, const uint8_t *const *
     const int passes = tiles == NS_TILES ? rows / NS_TILE_ROWS : 0;
     for (int pass = 0; pass < passes; pass++, lane += NS_TILE_ROWS) {
         const int64_t next = (tile[1] - tile[0] == plan->tile_bytes ? NS_TILES : 1) * plan->tile_bytes;
-        const int64_t mine = next + (int64_t)pass * plan->groups * half;
+        const int64_t share = next + (int64_t)pass * plan->groups * half;
         if (passes == 1)
             ns_quant_pass(plan, tile, NS_TILES, next, bytes, x, lane, out, NS_TILE_ROWS, kind);
         else if (pass < 2)
-            ns_quant_pass(plan, tile, NS_TILES, mine, half, x, lane, out, NS_TILE_ROWS, kind);
+            ns_quant_pass(plan, tile, NS_TILES, share, half, x, lane, out, NS_TILE_ROWS, kind);
         else
             ns_quant_pass(plan, tile, NS_TILES, 0, 0, x, lane, out, NS_TILE_ROWS, kind);
     }

@@ -17,7 +17,6 @@ typedef float ns_operand;
 /* Emits nothing. The compiler would compute products long before it has registers for them. */
 #define NS_IN_ORDER(a, b) __asm__ volatile("" : "+x"(a), "+x"(b))
 
-
 NS_INLINE vf vf_pair(__m256 a, __m256 b) { return (vf){a, b}; }
 NS_INLINE vi vi_pair(__m256i a, __m256i b) { return (vi){a, b}; }
 
